@@ -1,0 +1,1 @@
+"""DeepInfer: the offline LLM inference engine."""

@@ -1,0 +1,1 @@
+"""Job planning and step scheduling for LLM engines."""

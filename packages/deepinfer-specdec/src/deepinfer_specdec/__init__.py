@@ -1,0 +1,1 @@
+"""Drafting and load-aware verification for speculative decoding."""

@@ -1,0 +1,1 @@
+"""Sound structured output: every schema enforced or refused with a reason."""
