@@ -1,0 +1,220 @@
+"""What every model of the native engine is: a forward over one flattened batch, and the cache groups it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from deepinfer_offline.weights.source import ModelSource
+
+CacheKind = Literal["prefix", "window", "state"]
+CACHE_KINDS: tuple[CacheKind, ...] = ("prefix", "window", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One kind of cached state, paged in blocks from a pool of its own.
+
+    Attributes:
+        name: unique within the model.
+        kind: `prefix` = shareable, indexed by content; `window` = only the last `window` positions are read;
+            `state` = one block of fixed size a sequence, whatever its length.
+        block_size: positions a block covers. `state` groups use 1; their block table has one column.
+        bytes_per_block: bytes of one block over all layers of the group.
+        window: positions that a query reads, itself included. `window` groups only.
+    """
+
+    name: str
+    kind: CacheKind
+    block_size: int
+    bytes_per_block: int
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in CACHE_KINDS:
+            raise ValueError(f"cache group {self.name!r}: kind {self.kind!r} is not one of {', '.join(CACHE_KINDS)}")
+        if self.block_size < 1 or self.bytes_per_block < 1:
+            raise ValueError(
+                f"cache group {self.name!r}: block_size {self.block_size} and bytes_per_block {self.bytes_per_block} "
+                "must be at least 1"
+            )
+        if (self.kind == "window") != (self.window > 0):
+            raise ValueError(f"cache group {self.name!r}: window is {self.window} but its kind is {self.kind!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCascade:
+    """Decode rows of one batch that share their first `blocks` blocks of the prefix groups.
+
+    Attributes:
+        rows: int32 [k], batch rows, ascending; k >= 2.
+        blocks: leading block-table columns that are equal in all of them.
+    """
+
+    rows: np.ndarray
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """The same facts as `ForwardBatch` on the host (numpy), for shape decisions without a device sync.
+
+    Attributes:
+        query_starts: int32 [R + 1], flattened offset of each row's first token; the last entry is T.
+        seq_lens: int32 [R], positions known after this step: start + count.
+        slots: int32 [R], the fixed row of the sequence.
+        prefills: bool [R], True while the row still computes its prompt (or recomputes after a preemption).
+        floors: int32 [R], window floor = replay start; positions below it are not read from window groups. 0 if none.
+        write_floors: int32 [R], prefix-group entries whose last position is below it are not written (they are shared).
+        keep_all: bool [R], logits of every position of the row are wanted, so no position may be trimmed.
+        logit_rows: int64 [n], flattened token rows whose hidden state the engine reads.
+        block_tables: per group, int32 [R, columns], column j = the block of positions [j * size, (j + 1) * size).
+            Columns past the sequence's end, and retired window blocks, hold any value and are never read.
+        num_decodes: rows [0, num_decodes) compute exactly one token each; the others follow.
+    """
+
+    query_starts: np.ndarray
+    seq_lens: np.ndarray
+    slots: np.ndarray
+    prefills: np.ndarray
+    floors: np.ndarray
+    write_floors: np.ndarray
+    keep_all: np.ndarray
+    logit_rows: np.ndarray
+    block_tables: Mapping[str, np.ndarray]
+    num_decodes: int
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int32 [R], tokens computed by each row this step."""
+        return self.query_starts[1:] - self.query_starts[:-1]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's tokens, flattened row after row. R rows (sequences), T tokens, all tensors on the model's device.
+
+    Rows that compute one token come first (`host.num_decodes` of them). A model reads true token ids before a chunk
+    from `tokens[slot, position]`; positions at or past the sequence's known length hold any value.
+
+    Attributes:
+        token_ids: int64 [T].
+        positions: int64 [T], absolute, from 0.
+        query_starts: int32 [R + 1].
+        seq_lens: int32 [R].
+        slots: int32 [R].
+        floors: int32 [R].
+        write_floors: int32 [R].
+        logit_rows: int64 [n].
+        block_tables: per group, int32 [R, columns].
+        cascades: groups of decode rows with a common prefix; empty when none pays.
+        tokens: int32 [max_running, capacity], the token buffer: prompt and generated ids by slot and position.
+        host: the same on the host. Attribute meanings are documented there.
+        scratch: what the layers of one forward share (rotary tables, attention metadata). Starts empty.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: torch.Tensor
+    floors: torch.Tensor
+    write_floors: torch.Tensor
+    logit_rows: torch.Tensor
+    block_tables: Mapping[str, torch.Tensor]
+    cascades: tuple[BatchCascade, ...]
+    tokens: torch.Tensor
+    host: HostBatch
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How to build a model. Resolved: no `auto` is left here.
+
+    Attributes:
+        device: torch device string, e.g. `cpu`, `cuda:0`.
+        dtype: dtype of activations and of the dense weights.
+        max_model_len: prompt and output positions of one sequence.
+        max_running: sequences that run at once (slots).
+        max_step_tokens: tokens of one step, for buffers sized once.
+        block_size: positions of one block of the prefix groups.
+    """
+
+    device: str
+    dtype: torch.dtype
+    max_model_len: int
+    max_running: int
+    max_step_tokens: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_running", "max_step_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What can be said from the configuration alone, before any weight is read.
+
+    Attributes:
+        model_type: as in the checkpoint's config.
+        vocab_size: width of the logits.
+        max_positions: longest sequence the checkpoint was made for.
+        weight_bytes: memory of the loaded weights, in bytes.
+        workspace_bytes: peak memory of one step beside weights and cache, in bytes (estimate, rounded up).
+        cache_groups: what it caches. The first group is the one that capacity in tokens is quoted for.
+        checkpoint_dtype: torch dtype name of the stored weights, e.g. `bfloat16`; used by dtype `auto`.
+    """
+
+    model_type: str
+    vocab_size: int
+    max_positions: int
+    weight_bytes: int
+    workspace_bytes: int
+    cache_groups: tuple[CacheGroup, ...]
+    checkpoint_dtype: str = "bfloat16"
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A loaded model. `forward` writes the cache in place; everything else is a query."""
+
+    facts: ModelFacts
+    options: ModelOptions
+
+    @classmethod
+    def describe(cls, config: Mapping[str, Any], options: ModelOptions) -> ModelFacts:
+        """Facts for a checkpoint config under these options. Raises EngineStartError for what it cannot run."""
+        ...
+
+    @classmethod
+    def load(cls, source: ModelSource, options: ModelOptions) -> Model:
+        """Read the weights. Raises EngineStartError naming missing, unexpected and misshapen tensors."""
+        ...
+
+    def allocate_cache(self, num_blocks: Mapping[str, int]) -> Any:
+        """Allocate the pools, `num_blocks[group.name]` blocks each. The result is opaque to the engine."""
+        ...
+
+    def forward(self, batch: ForwardBatch, cache: Any) -> torch.Tensor:
+        """Compute every token of the batch and write its cache entries.
+
+        Returns:
+            The final, normalised hidden states of `batch.logit_rows`, [n, hidden], in that order, model dtype.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states [n, hidden] to logits, float32 [n, vocab_size]."""
+        ...

@@ -1,0 +1,51 @@
+"""Which class runs which `model_type`. Classes are imported only when asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from deepinfer_offline.engine.base import EngineStartError
+
+if TYPE_CHECKING:
+    from deepinfer_offline.models.base import Model
+
+_MODELS: dict[str, str] = {}
+
+
+def register_model(model_type: str, target: str) -> None:
+    """Let `target` ("package.module:Class") run checkpoints of `model_type`.
+
+    Raises:
+        ValueError: `model_type` is taken by another class.
+    """
+    known = _MODELS.get(model_type)
+    if known is not None and known != target:
+        raise ValueError(f"model_type {model_type!r} is already run by {known}, cannot give it to {target}")
+    _MODELS[model_type] = target
+
+
+def known_model_types() -> tuple[str, ...]:
+    """The model types that the native engine runs, sorted."""
+    return tuple(sorted(_MODELS))
+
+
+def model_class(model_type: str) -> type[Model]:
+    """Import the class that runs `model_type`.
+
+    Raises:
+        EngineStartError: no class runs it; the message lists the known types.
+    """
+    target = _MODELS.get(model_type)
+    if target is None:
+        raise EngineStartError(
+            f"the native engine does not run model_type {model_type!r}; it runs {', '.join(known_model_types())}"
+        )
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
+for _model_type in ("llama", "qwen2", "qwen3"):
+    register_model(_model_type, "deepinfer_offline.models.llama.model:LlamaModel")
+for _model_type in ("deepseek_v41", "deepsig_v41"):
+    register_model(_model_type, "deepinfer_offline.models.deepsig_v41.model:DeepSigV41Model")
