@@ -1,0 +1,83 @@
+"""Changes to logits before the draw: grammar masks, held back stop ids, bias, penalties. In place, all rows at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deepinfer_offline.sampling.batch import SamplingBatch, SamplingTable
+
+
+def apply_masks(logits: torch.Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
+    """Set forbidden tokens to -inf.
+
+    Args:
+        logits: float32 [n, vocab], changed.
+        rows: int64 [m], rows that are constrained.
+        masks: int32 [m, words], bit t % 32 of word t // 32 allows token t; tokens beyond the last word are forbidden.
+    """
+    vocab = logits.shape[-1]
+    bits = np.unpackbits(np.ascontiguousarray(masks).view(np.uint8), axis=1, count=vocab, bitorder="little")
+    forbidden = np.ones((len(rows), vocab), np.bool_)
+    forbidden[:, : bits.shape[1]] = bits == 0
+    index = _to(rows, logits)
+    logits[index] = logits[index].masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
+
+
+def hold_back_stops(logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, table: SamplingTable) -> None:
+    """Forbid the stop ids of rows that are below their minimum length (`min_tokens`), unless nothing else is allowed.
+
+    A grammar that is complete allows only stop ids: it wins over `min_tokens`.
+    """
+    lists = [table.stop_ids[slots[row]] for row in rows]
+    if not sum(map(len, lists)):
+        return
+    at, ids = _flatten(rows, lists, logits)
+    kept = logits[at, ids]
+    logits[at, ids] = -torch.inf
+    dead = logits[at].amax(dim=-1) == -torch.inf
+    logits[at, ids] = torch.where(dead, kept, -torch.inf)
+
+
+def add_bias(logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, table: SamplingTable) -> None:
+    """Add each row's `logit_bias`."""
+    if not len(rows):
+        return
+    at, ids = _flatten(rows, [table.bias_ids[slots[row]] for row in rows], logits)
+    values = np.concatenate([table.bias_values[slots[row]] for row in rows])
+    logits[at, ids] += _to(values, logits)
+
+
+def apply_penalties(logits: torch.Tensor, rows: np.ndarray, batch: SamplingBatch, table: SamplingTable) -> None:
+    """Repetition penalty (tokens of prompt and answer), then frequency and presence penalty (tokens of the answer).
+
+    Counts are taken from the token buffer every step, so nothing can go stale when a step is dropped, a sequence is
+    preempted or drafts are rejected.
+    """
+    assert batch.tokens is not None
+    slots = batch.slots[rows]
+    ends, starts = batch.positions[rows], table.prompt_len[slots]
+    index, width = _to(rows, logits), int(ends.max())
+    vocab = logits.shape[-1]
+    tokens = batch.tokens[_to(slots, logits), :width].long()
+    place = torch.arange(width, device=logits.device)
+    before = place < _to(ends, logits)[:, None]
+    answered = before & (place >= _to(starts, logits)[:, None])
+    tokens = torch.where(before & (tokens >= 0) & (tokens < vocab), tokens, 0)
+    counts = torch.zeros((len(rows), vocab), dtype=torch.float32, device=logits.device)
+    counts.scatter_add_(1, tokens, answered.float())
+    seen = torch.zeros_like(counts).scatter_add_(1, tokens, before.float()) > 0
+    picked = logits[index]
+    repetition = _to(table.repetition[slots], logits)[:, None]
+    picked = torch.where(seen, torch.where(picked > 0, picked / repetition, picked * repetition), picked)
+    picked = picked - counts * _to(table.frequency[slots], logits)[:, None]
+    logits[index] = picked - (counts > 0) * _to(table.presence[slots], logits)[:, None]
+
+
+def _flatten(rows: np.ndarray, lists: list[np.ndarray], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    return _to(np.repeat(rows, lengths), logits), _to(np.concatenate(lists), logits)
+
+
+def _to(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device, non_blocking=True)

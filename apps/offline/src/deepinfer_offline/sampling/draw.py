@@ -1,0 +1,106 @@
+"""Filtering by temperature, min_p, top_k, top_p, and the draw itself by inverse distribution function."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deepinfer_offline.sampling.batch import SamplingTable
+from deepinfer_offline.sampling.random import uniform
+
+_PIECE = 256  # tokens summed at once; two levels keep the search cheap at 100,000 tokens
+_FIRST_LOOK = 1024  # likeliest tokens that top_p looks at before it sorts the whole vocabulary
+
+
+def draw(logits: torch.Tensor, table: SamplingTable, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    """Draw a token a row with the row's own filters and random numbers.
+
+    Args:
+        logits: float32 [n, vocab], all rows with temperature > 0. Not changed.
+        table: parameters by slot.
+        slots, positions: int64 [n] on the host.
+
+    Returns:
+        int64 [n].
+    """
+    device = logits.device
+    weights = filtered_weights(logits, table, slots)
+    numbers = torch.from_numpy(uniform(table.seed[slots], positions)).to(device, non_blocking=True)
+    return pick(weights, numbers)
+
+
+def filtered_weights(logits: torch.Tensor, table: SamplingTable, slots: np.ndarray) -> torch.Tensor:
+    """Unnormalised probabilities after temperature and filters, float32 [n, vocab]; dropped tokens weigh 0.
+
+    The likeliest token weighs 1. Ties with the last kept token are kept, so the result does not depend on a sort.
+    """
+    device = logits.device
+    heat = torch.from_numpy(table.temperature[slots]).to(device, non_blocking=True)[:, None]
+    weights = torch.exp((logits - logits.amax(dim=-1, keepdim=True)) / heat)
+    floor = table.min_p[slots]
+    if (floor > 0).any():
+        limit = torch.from_numpy(floor).to(device, non_blocking=True)[:, None]
+        weights = weights.masked_fill(weights < limit, 0)
+    top_k, top_p = table.top_k[slots], table.top_p[slots]
+    if (top_k > 0).any() or (top_p < 1).any():
+        limit = _threshold(weights, top_k, top_p)
+        weights = weights.masked_fill(weights < limit, 0)
+    return weights
+
+
+def _threshold(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
+    """The smallest weight that each row keeps, float32 [n, 1]."""
+    vocab = weights.shape[-1]
+    width = min(vocab, max(_FIRST_LOOK, int(top_k.max())))
+    if (top_p < 1).any() and weights.device.type != "cpu":
+        width = vocab  # asking whether the first look was enough would stall the device
+    while True:
+        ordered = weights.topk(width, dim=-1).values if width < vocab else weights.sort(dim=-1, descending=True).values
+        limit, enough = _limits(ordered, weights, top_k, top_p)
+        if width == vocab or bool(enough.all()):
+            return limit
+        width = vocab
+
+
+def _limits(
+    ordered: torch.Tensor, weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The threshold from the likeliest `width` weights, and whether these were enough to know it, bool [n]."""
+    device, width = weights.device, ordered.shape[-1]
+    kept = torch.from_numpy(np.where(top_k > 0, top_k, weights.shape[-1])).to(device, non_blocking=True)[:, None]
+    share = torch.from_numpy(top_p.astype(np.float64)).to(device, non_blocking=True)[:, None]
+    by_k = torch.where(kept <= width, ordered.gather(1, (kept - 1).clamp(max=width - 1)), 0.0)
+    sums = torch.where(ordered >= by_k, ordered, 0).cumsum(dim=-1, dtype=torch.float64)
+    total = torch.where(weights >= by_k, weights, 0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    reached = sums >= share * total
+    first = reached.to(torch.uint8).argmax(dim=-1, keepdim=True)
+    all_kept = share >= 1
+    by_p = torch.where(all_kept | ~reached.any(dim=-1, keepdim=True), 0.0, ordered.gather(1, first))
+    enough = (all_kept | reached.any(dim=-1, keepdim=True)).squeeze(1)
+    return torch.maximum(by_k, by_p), enough
+
+
+def pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The token at which the running sum of weights passes the number's share of the total.
+
+    Args:
+        weights: float32 [n, vocab], not negative.
+        numbers: float64 [n] in (0, 1).
+
+    Returns:
+        int64 [n]; never a token of weight 0.
+    """
+    n, vocab = weights.shape
+    pieces = -(-vocab // _PIECE)
+    padded = torch.nn.functional.pad(weights, (0, pieces * _PIECE - vocab)).view(n, pieces, _PIECE)
+    sums = padded.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    goal = numbers[:, None] * sums[:, -1:]
+    piece = (sums > goal).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    goal = goal - torch.where(piece > 0, sums.gather(1, (piece - 1).clamp(min=0)), 0.0)
+    inside = padded.gather(1, piece[:, :, None].expand(n, 1, _PIECE)).squeeze(1).double()
+    running = inside.cumsum(dim=-1)
+    # Rounding can leave the goal above the last sum of its piece: then the piece's last possible token is drawn.
+    found = (running > goal).to(torch.uint8)
+    last = _PIECE - 1 - (inside > 0).flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    place = torch.where(found.any(dim=-1, keepdim=True), found.argmax(dim=-1, keepdim=True), last)
+    return (piece * _PIECE + place).squeeze(1)

@@ -1,0 +1,76 @@
+"""From logits to tokens, all rows at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deepinfer_offline.sampling.adjust import add_bias, apply_masks, apply_penalties, hold_back_stops
+from deepinfer_offline.sampling.batch import Logprobs, SampledTokens, SamplingBatch, SamplingTable
+from deepinfer_offline.sampling.draw import draw
+from deepinfer_offline.sampling.logprobs import gather_logprobs
+
+
+class Sampler:
+    """Draws one token a row.
+
+    Order of the steps, as in vLLM: log-probabilities of the untouched logits; grammar masks; held back stop ids; bias;
+    penalties; greedy rows take the maximum; temperature; min_p; top_k; top_p; draw.
+
+    What a row draws depends on its own logits, parameters, earlier tokens, seed and position only.
+
+    Args:
+        table: parameters of the running sequences.
+    """
+
+    def __init__(self, table: SamplingTable) -> None:
+        self.table = table
+
+    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+        """Draw.
+
+        Args:
+            logits: float32 [n, vocab]. Not changed.
+            batch: the rows.
+
+        Returns:
+            int64 ids [n], and log-probabilities of the rows that asked for them.
+        """
+        table, slots = self.table, batch.slots
+        adjusted = self._adjust(logits, batch)
+        ids = adjusted.argmax(dim=-1)
+        random = np.flatnonzero(table.temperature[slots] > 0)
+        if len(random):
+            whole = len(random) == len(slots)
+            rows = torch.from_numpy(random).to(logits.device, non_blocking=True)
+            drawn = draw(adjusted if whole else adjusted[rows], table, slots[random], batch.positions[random])
+            ids = drawn if whole else ids.index_copy(0, rows, drawn)
+        return SampledTokens(ids, self._logprobs(logits, ids, slots))
+
+    def _adjust(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Logits after everything that can change the likeliest token; a copy if anything changes."""
+        table, slots = self.table, batch.slots
+        held = np.flatnonzero(batch.positions < table.min_len[slots])
+        biased = np.flatnonzero(table.biased[slots])
+        penalised = np.flatnonzero(table.penalised[slots])
+        masked = batch.mask_rows is not None and len(batch.mask_rows) > 0
+        if not (masked or len(held) or len(biased) or len(penalised)):
+            return logits
+        adjusted = logits.clone()
+        if masked:
+            assert batch.mask_rows is not None and batch.masks is not None, "mask rows without masks"
+            apply_masks(adjusted, batch.mask_rows, batch.masks)
+        hold_back_stops(adjusted, held, slots, table)
+        add_bias(adjusted, biased, slots, table)
+        if len(penalised):
+            assert batch.tokens is not None, "penalties need the tokens before"
+            apply_penalties(adjusted, penalised, batch, table)
+        return adjusted
+
+    def _logprobs(self, logits: torch.Tensor, ids: torch.Tensor, slots: np.ndarray) -> Logprobs | None:
+        wanted = self.table.logprobs[slots]
+        rows = np.flatnonzero(wanted >= 0)
+        if not len(rows):
+            return None
+        index = torch.from_numpy(rows).to(logits.device, non_blocking=True)
+        return gather_logprobs(logits[index], ids[index], int(wanted.max()), rows)
