@@ -100,7 +100,7 @@ def pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     inside = padded.gather(1, piece[:, :, None].expand(n, 1, _PIECE)).squeeze(1).double()
     running = inside.cumsum(dim=-1)
     # Rounding can leave the goal above the last sum of its piece: then the piece's last possible token is drawn.
-    found = (running > goal).to(torch.uint8)
+    found = running > goal
     last = _PIECE - 1 - (inside > 0).flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
-    place = torch.where(found.any(dim=-1, keepdim=True), found.argmax(dim=-1, keepdim=True), last)
+    place = torch.where(found.any(dim=-1, keepdim=True), found.to(torch.uint8).argmax(dim=-1, keepdim=True), last)
     return (piece * _PIECE + place).squeeze(1)

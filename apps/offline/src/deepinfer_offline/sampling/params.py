@@ -166,7 +166,7 @@ class SamplingParams:
         clean: dict[int, float] = {}
         for key, bias in self.logit_bias.items():
             try:
-                token = int(key)
+                token = int(str(key))
             except (TypeError, ValueError):
                 raise _refuse("logit_bias", key, "an object whose keys are token ids") from None
             _integer("logit_bias", token, 0, None)

@@ -58,7 +58,8 @@ class Sampler:
             return logits
         adjusted = logits.clone()
         if masked:
-            assert batch.mask_rows is not None and batch.masks is not None, "mask rows without masks"
+            assert batch.mask_rows is not None
+            assert batch.masks is not None, "mask rows without masks"
             apply_masks(adjusted, batch.mask_rows, batch.masks)
         hold_back_stops(adjusted, held, slots, table)
         add_bias(adjusted, biased, slots, table)
