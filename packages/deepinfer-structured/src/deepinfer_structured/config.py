@@ -1,0 +1,61 @@
+"""Options and limits of a compilation, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+OnUnsupported = Literal["error", "warn", "ignore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a specification may cost before it is refused.
+
+    Attributes:
+        max_bytes: size of the specification as JSON text.
+        max_depth: nesting of the specification.
+        max_rules: grammar rules after lowering.
+        max_cases: alternatives that one schema may be split into.
+        seconds: wall time of one compilation.
+        safe_bytes: a lowered grammar up to this size is built in the calling process without a trial in the worker.
+        worker_mib: address space of the worker process, MiB.
+    """
+
+    max_bytes: int = 4_000_000
+    max_depth: int = 200
+    max_rules: int = 50_000
+    max_cases: int = 256
+    seconds: float = 20.0
+    safe_bytes: int = 64_000
+    worker_mib: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_depth", "max_rules", "max_cases", "worker_mib"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"limit {name} must be at least 1, got {getattr(self, name)}")
+        if self.seconds <= 0:
+            raise ValueError(f"limit seconds must be positive, got {self.seconds}")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How specifications become grammars.
+
+    Attributes:
+        max_whitespace: longest run of whitespace between two JSON tokens; 0 allows none.
+        on_unsupported: what to do with a keyword that no engine enforces.
+        formats: enforce known `format`s; False treats all of them as annotations, as the JSON Schema standard does.
+        limits: see `Limits`.
+    """
+
+    max_whitespace: int = 32
+    on_unsupported: OnUnsupported = "error"
+    formats: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_whitespace <= 10_000:
+            raise ValueError(f"max_whitespace must be within 0..10000, got {self.max_whitespace}")
+        if self.on_unsupported not in get_args(OnUnsupported):
+            raise ValueError(f"on_unsupported must be one of {get_args(OnUnsupported)}, got {self.on_unsupported!r}")

@@ -1,0 +1,1 @@
+"""The grammar libraries behind one small protocol."""

@@ -1,0 +1,38 @@
+"""The protocol that a grammar library is wrapped in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from deepinfer_structured.bitmask import Mask
+
+
+class EngineMatcher(Protocol):
+    """The state of one sequence inside a grammar library."""
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Consume tokens up to the first forbidden one; return how many were consumed."""
+
+    def rollback(self, count: int) -> None:
+        """Forget the last `count` consumed tokens."""
+
+    def fill(self, row: Mask) -> None:
+        """Write the mask of the next token into one contiguous row."""
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, if only one continuation exists."""
+
+    def accepting(self) -> bool:
+        """Whether the text may end here."""
+
+    def stopped(self) -> bool:
+        """Whether nothing but the end of the sequence may follow."""
+
+    def clone(self) -> EngineMatcher: ...
+
+
+class EngineGrammar(Protocol):
+    """A grammar compiled for one vocabulary."""
+
+    def matcher(self) -> EngineMatcher: ...

@@ -1,0 +1,141 @@
+"""llguidance behind `EngineMatcher`. The library accepts no text that its grammar forbids: it is the primary engine."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from deepinfer_structured.bitmask import Mask
+from deepinfer_structured.errors import EngineMissing, InvalidSpec, LimitExceeded, MatcherError
+from deepinfer_structured.vocab import Vocabulary
+
+try:
+    import llguidance as _llguidance
+except ImportError:
+    _llguidance: Any = None
+
+available = _llguidance is not None
+version = getattr(_llguidance, "__version__", "") if available else ""
+_tokenizers: weakref.WeakKeyDictionary[Vocabulary, Any] = weakref.WeakKeyDictionary()
+_LIMIT_WORDS = ("too complex", "too large", "too many", "limit", "fuel", "exceed")
+
+
+class _Tokens:
+    """The shape of a tokenizer that the library reads."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = list(vocabulary.special_ids)
+        self._encode = vocabulary.encode or functools.partial(_greedy, _longest_first(vocabulary))
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text only")
+        return list(self._encode(text))
+
+
+def _longest_first(vocabulary: Vocabulary) -> dict[bytes, int]:
+    special = set(vocabulary.special_ids)
+    return {token: i for i, token in reversed(list(enumerate(vocabulary.tokens))) if token and i not in special}
+
+
+def _greedy(ids: dict[bytes, int], text: str) -> list[int]:
+    data, out, start = text.encode(), [], 0
+    longest = max(map(len, ids), default=1)
+    while start < len(data):
+        for width in range(min(longest, len(data) - start), 0, -1):
+            token = ids.get(data[start : start + width])
+            if token is not None:
+                out.append(token)
+                start += width
+                break
+        else:
+            start += 1
+    return out
+
+
+def require() -> Any:
+    """The library, or `EngineMissing` saying how to get it."""
+    if _llguidance is None:
+        raise EngineMissing("this constraint needs llguidance; install deepinfer-structured[llguidance]")
+    return _llguidance
+
+
+def tokenizer(vocabulary: Vocabulary) -> Any:
+    """The library's tokenizer of a vocabulary, made once."""
+    made = _tokenizers.get(vocabulary)
+    if made is None:
+        lib = require()
+        wrapper = lib.TokenizerWrapper(_Tokens(vocabulary))
+        made = lib.LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
+        _tokenizers[vocabulary] = made
+    return made
+
+
+class LlguidanceMatcher:
+    """One sequence."""
+
+    engine = "llguidance"
+    __slots__ = ("native",)
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        count = self.native.try_consume_tokens(list(token_ids))
+        self._check()
+        return count
+
+    def rollback(self, count: int) -> None:
+        if not self.native.rollback(count):
+            raise MatcherError(f"cannot roll back {count} tokens: {self.native.get_error()}")
+
+    def fill(self, row: Mask) -> None:
+        self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._check()
+
+    def forced(self) -> list[int]:
+        return self.native.compute_ff_tokens()
+
+    def accepting(self) -> bool:
+        return self.native.is_accepting()
+
+    def stopped(self) -> bool:
+        return self.native.is_stopped()
+
+    def clone(self) -> LlguidanceMatcher:
+        return LlguidanceMatcher(self.native.deep_copy())
+
+    def _check(self) -> None:
+        if self.native.is_error():
+            raise MatcherError(self.native.get_error())
+
+
+class LlguidanceGrammar:
+    """A prototype matcher; every sequence starts from a copy of it."""
+
+    def __init__(self, text: str, vocabulary: Vocabulary) -> None:
+        lib = require()
+        self._prototype = lib.LLMatcher(tokenizer(vocabulary), text, log_level=0)
+        if self._prototype.is_error():
+            message = _first_line(self._prototype.get_error())
+            limited = any(word in message.lower() for word in _LIMIT_WORDS)
+            raise (LimitExceeded if limited else InvalidSpec)(message)
+
+    def matcher(self) -> LlguidanceMatcher:
+        return LlguidanceMatcher(self._prototype.deep_copy())
+
+
+def _first_line(message: str) -> str:
+    return message.strip().split("\n")[0][:500]
+
+
+@functools.cache
+def executor(threads: int) -> Any:
+    """A thread pool of the library for parallel mask filling."""
+    return require().LLExecutor(threads)

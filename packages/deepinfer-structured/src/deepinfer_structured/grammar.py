@@ -1,0 +1,33 @@
+"""A specification compiled for a vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepinfer_structured.engines.base import EngineGrammar
+from deepinfer_structured.matcher import Matcher
+from deepinfer_structured.spec import Spec
+from deepinfer_structured.vocab import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Immutable and shared by all sequences that use it.
+
+    Attributes:
+        spec: what it was compiled from.
+        vocabulary: what it was compiled for.
+        engine: the library that enforces it, "llguidance" or "xgrammar".
+        compiled: the library's own object.
+        notes: remarks for the user, e.g. keywords that the policy `warn` or `ignore` left out.
+    """
+
+    spec: Spec
+    vocabulary: Vocabulary
+    engine: str
+    compiled: EngineGrammar
+    notes: tuple[str, ...] = ()
+
+    def matcher(self) -> Matcher:
+        """A matcher at the start of the text."""
+        return Matcher(self.compiled.matcher(), self.vocabulary)

@@ -1,0 +1,148 @@
+"""The state of one sequence in its grammar: accept tokens, roll back, fill masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from deepinfer_structured.bitmask import Mask, allocate_mask, mask_words, set_only
+from deepinfer_structured.errors import MatcherError
+
+if TYPE_CHECKING:
+    from deepinfer_structured.engines.base import EngineMatcher
+    from deepinfer_structured.vocab import Vocabulary
+
+
+class Matcher:
+    """Follows one sequence. Not thread-safe; different matchers may be used by different threads.
+
+    The end-of-sequence token counts as an accepted token: it can be accepted where `is_accepting`, ends the matcher
+    (`is_terminated`), and can be rolled back like any other.
+    """
+
+    __slots__ = ("_count", "_ended", "native", "vocabulary")
+
+    def __init__(self, native: EngineMatcher, vocabulary: Vocabulary) -> None:
+        self.native = native
+        self.vocabulary = vocabulary
+        self._count = 0  # tokens accepted by the library, without the end-of-sequence token
+        self._ended = False
+
+    def __len__(self) -> int:
+        """Accepted tokens, with the end-of-sequence token."""
+        return self._count + self._ended
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Accept tokens up to the first forbidden one; returns how many were accepted. Never raises for bad tokens."""
+        for i, token in enumerate(token_ids):
+            if self._ended:
+                return i
+            if token in self.vocabulary.eos_ids:
+                if not self.native.accepting():
+                    return i
+                self._ended = True
+            elif not 0 <= token < self.vocabulary.size or self.native.accept([token]) != 1:
+                return i
+            else:
+                self._count += 1
+        return len(token_ids)
+
+    def rollback(self, count: int) -> None:
+        """Forget the last `count` accepted tokens.
+
+        Raises:
+            ValueError: more than were accepted, or a negative count.
+        """
+        if not 0 <= count <= len(self):
+            raise ValueError(f"cannot roll back {count} of {len(self)} accepted tokens")
+        if count and self._ended:
+            self._ended = False
+            count -= 1
+        if count:
+            self.native.rollback(count)
+            self._count -= count
+
+    def fill_mask(self, row: Mask) -> None:
+        """Write the mask of the next token into a contiguous int32 row of `ceil(vocabulary.size / 32)` words, in place.
+
+        After the end only the end-of-sequence ids are allowed. Does not change the matcher's state.
+
+        Raises:
+            ValueError: a row of another width or type.
+            MatcherError: the library hit its limits.
+        """
+        if row.shape != (mask_words(self.vocabulary.size),) or row.dtype != "int32" or not row.flags.c_contiguous:
+            raise ValueError(f"expected a contiguous int32 row of {mask_words(self.vocabulary.size)} words")
+        if self.is_terminated:
+            set_only(row, self.vocabulary.eos_ids)
+        else:
+            self.native.fill(row)
+
+    def fill_draft_masks(self, draft: Sequence[int], rows: Mask) -> int:
+        """Masks for a draft block: row i is the mask after the first i draft tokens.
+
+        Rows after the first forbidden draft token (or after the end) are left untouched. The state is unchanged.
+
+        Args:
+            draft: k token ids.
+            rows: int32 `[k + 1, words]`.
+
+        Returns:
+            How many draft tokens the grammar allows.
+        """
+        accepted = 0
+        try:
+            self.fill_mask(rows[0])
+            for i, token in enumerate(draft):
+                if self.accept([token]) != 1:
+                    break
+                accepted += 1
+                self.fill_mask(rows[i + 1])
+        finally:
+            self.rollback(accepted)
+        return accepted
+
+    def allows(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens could be accepted from here. The state is unchanged."""
+        accepted = self.accept(token_ids)
+        self.rollback(accepted)
+        return accepted
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that must come next because the grammar leaves one continuation; may be empty."""
+        return [] if self.is_terminated else self.native.forced()
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the text may end here: an end-of-sequence token would be accepted."""
+        return not self._ended and self.native.accepting()
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether nothing but the end of the sequence can follow."""
+        return self._ended or self.native.stopped()
+
+    def clone(self) -> Matcher:
+        """An independent copy in the same state."""
+        other = Matcher(self.native.clone(), self.vocabulary)
+        other._count, other._ended = self._count, self._ended
+        return other
+
+    def mask(self) -> Mask:
+        """The mask of the next token as a new row."""
+        row = allocate_mask(1, self.vocabulary.size)[0]
+        self.fill_mask(row)
+        return row
+
+    def accept_text(self, data: bytes) -> bool:
+        """Accept bytes token by token with single-byte tokens; for vocabularies that have all of them.
+
+        Raises:
+            MatcherError: the vocabulary lacks a single-byte token for one of the bytes.
+        """
+        table = {t: i for i, t in enumerate(self.vocabulary.tokens) if len(t) == 1}
+        try:
+            ids = [table[bytes([b])] for b in data]
+        except KeyError as error:
+            raise MatcherError(f"the vocabulary has no token for byte {error}") from None
+        return self.accept(ids) == len(ids)
