@@ -130,7 +130,9 @@ def _text(content: Any, where: str) -> str:
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_refuse, strftime_now=lambda layout: datetime.now().strftime(layout))
+    helpers: dict[str, Any] = environment.globals
+    helpers["raise_exception"] = _refuse
+    helpers["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment
 
 
