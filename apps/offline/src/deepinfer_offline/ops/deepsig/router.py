@@ -1,0 +1,31 @@
+"""Which experts a token goes to, and with what weight. `v41-model` section 2.6."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deepinfer_offline.ops.deepsig.topk import topk_lowest_index
+
+
+def router(x: Tensor, weight: Tensor, bias: Tensor, *, k: int, normalise: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Select k experts by sqrt(softplus(x . w)) + bias; ties go to the lowest expert.
+
+    Args:
+        x: float [t, d].
+        weight: float [experts, d].
+        bias: float32 [experts]; takes part in the selection only, not in the weights.
+        k: experts of a token.
+        normalise: divide the weights by their sum (+ 1e-20).
+        scale: `routed_scaling_factor`.
+
+    Returns:
+        expert ids int64 [t, k], ascending, and weights float32 [t, k].
+    """
+    scores = F.softplus(F.linear(x.float(), weight.float())).sqrt()
+    ids = topk_lowest_index(scores + bias, k).to(torch.int64)
+    weights = scores.gather(1, ids)
+    if normalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return ids, weights * scale
