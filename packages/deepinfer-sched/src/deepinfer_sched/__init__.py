@@ -1,1 +1,24 @@
 """Job planning and step scheduling for LLM engines."""
+
+from __future__ import annotations
+
+from deepinfer_sched.cache import Cache, Hit
+from deepinfer_sched.config import SchedConfig
+from deepinfer_sched.errors import SchedConfigError, SchedError, SequenceError
+from deepinfer_sched.scheduler import Scheduler
+from deepinfer_sched.sequence import Sequence, Status
+from deepinfer_sched.step import Cascade, StepPlan
+
+__all__ = [
+    "Cache",
+    "Cascade",
+    "Hit",
+    "SchedConfig",
+    "SchedConfigError",
+    "SchedError",
+    "Scheduler",
+    "Sequence",
+    "SequenceError",
+    "Status",
+    "StepPlan",
+]

@@ -1,0 +1,80 @@
+"""How much of each group there is, and how it is looked up and evicted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from deepinfer_cache.errors import CacheConfigError
+from deepinfer_cache.group import CacheGroup
+
+Eviction = Literal["lru", "next-use"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Sizes and policies of a `CacheManager`.
+
+    Every prefix group is cut into pages of `page_size` tokens: the least common multiple of their block sizes, usually
+    one block. A page is allocated, shared and evicted in all prefix groups at once, because a hit is only worth
+    something if all of them have it; page `p` of a group with k blocks a page owns blocks `p*k .. p*k+k-1`.
+
+    Attributes:
+        groups: what the model declares; at least one.
+        num_pages: usable pages of the prefix groups. Page 0 exists besides them and is never used: empty table
+            entries point to it.
+        max_running: slots, i.e. rows of each block table.
+        max_model_len: tokens of the longest sequence, prompt and output together.
+        max_tokens_per_step: the scheduler's token budget; sizes the pools of window groups.
+        max_in_flight: steps that may be launched and not yet applied; sizes the pools of window groups.
+        enable_prefix_cache: look up and keep prefixes. Off: `match` finds nothing.
+        eviction: which unused page goes first: `lru`, or `next-use` (see `CacheManager.set_future`).
+        strategy: what a hit means for window groups: `bounded`, `exact`, `full` or `periodic(p)`.
+        num_layers: layers with a window, read by the `exact` strategy only.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    num_pages: int
+    max_running: int = 64
+    max_model_len: int = 4096
+    max_tokens_per_step: int = 2048
+    max_in_flight: int = 2
+    enable_prefix_cache: bool = True
+    eviction: Eviction = "lru"
+    strategy: str = "bounded"
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        names = [group.name for group in self.groups]
+        if not names or len(set(names)) != len(names):
+            raise CacheConfigError(f"groups need distinct names and there must be one; got {names}")
+        for field in ("num_pages", "max_running", "max_model_len", "max_tokens_per_step", "max_in_flight", "num_layers"):
+            if getattr(self, field) < 1:
+                raise CacheConfigError(f"{field} {getattr(self, field)} must be at least 1")
+        if self.eviction not in ("lru", "next-use"):
+            raise CacheConfigError(f"eviction {self.eviction!r} is not one of lru, next-use")
+
+    @property
+    def prefix_groups(self) -> tuple[CacheGroup, ...]:
+        return tuple(group for group in self.groups if group.kind == "prefix")
+
+    @property
+    def window_groups(self) -> tuple[CacheGroup, ...]:
+        return tuple(group for group in self.groups if group.kind == "window")
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of one page: the least common multiple of the prefix groups' block sizes (all groups', without any)."""
+        return math.lcm(*(group.block_size for group in self.prefix_groups or self.groups))
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_model_len // self.page_size)
+
+    def window_blocks(self, group: CacheGroup) -> int:
+        """Usable blocks of a window group: enough for every slot's window plus the rows of all steps in flight."""
+        rows = self.max_tokens_per_step * self.max_in_flight
+        per_slot = -(-group.window // group.block_size) + 1 + self.max_in_flight
+        return self.max_running * per_slot + -(-rows // group.block_size)
