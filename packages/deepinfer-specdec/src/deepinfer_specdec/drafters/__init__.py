@@ -1,0 +1,1 @@
+"""Drafters: what to guess. `base` has the protocol."""

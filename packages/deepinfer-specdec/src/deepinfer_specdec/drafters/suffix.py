@@ -1,0 +1,120 @@
+"""Suffix drafting: one automaton over all prompts and outputs of the job, because offline outputs repeat each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer_specdec.draft import Draft
+from deepinfer_specdec.drafters.automaton import ROOT, SuffixAutomaton
+from deepinfer_specdec.drafters.confidence import MATCH_BUCKETS, MatchConfidence, match_bucket
+from deepinfer_specdec.errors import SpecDecodeError
+
+_SHARE_BUCKETS = 4  # how dominant the chosen way is
+
+
+class SuffixDrafter:
+    """Follows the most frequent continuation of the longest context that the job has seen before.
+
+    Memory is bounded by two generations: texts go to the old automaton, and to the young one too once the old is half
+        full;
+    a full old one is dropped and the young takes its place. About 30 bytes a state, fewer than two states a token.
+
+    Args:
+        max_draft: longest draft, tokens.
+        capacity: tokens that one automaton takes before it is replaced.
+        min_match: shortest context worth a guess, tokens.
+    """
+
+    name = "suffix"
+
+    def __init__(self, max_draft: int = 8, capacity: int = 1_000_000, min_match: int = 2) -> None:
+        if max_draft < 1:
+            raise SpecDecodeError(f"max_draft {max_draft}; allowed: >= 1")
+        if capacity < 2:
+            raise SpecDecodeError(f"capacity {capacity}; allowed: >= 2 tokens")
+        if min_match < 1:
+            raise SpecDecodeError(f"min_match {min_match}; allowed: >= 1")
+        self.max_draft = max_draft
+        self._capacity = capacity
+        self._min_match = min_match
+        self._old = SuffixAutomaton()
+        self._young: SuffixAutomaton | None = None
+        self._states: dict[int, list[int]] = {}  # sequence -> [state in old, state in young]
+        self.confidence = MatchConfidence(max_draft, MATCH_BUCKETS * _SHARE_BUCKETS)
+
+    @property
+    def states(self) -> int:
+        """Automaton states held, both generations."""
+        return len(self._old) + (len(self._young) if self._young is not None else 0)
+
+    def begin(self, sequence: int, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
+        """See `Drafter.begin`. Costs about 2 us a token."""
+        self._states[sequence] = [ROOT, ROOT]
+        self.confidence.begin(sequence)
+        self._append_all(sequence, np.asarray(token_ids).tolist())
+
+    def extend(self, sequence: int, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
+        """See `Drafter.extend`."""
+        added = [int(token) for token in token_ids]
+        self._append_all(sequence, added)
+        self.confidence.settle(sequence, added)
+
+    def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None) -> Draft:
+        """See `Drafter.propose`."""
+        rows: list[list[int]] = []
+        sure: list[list[float]] = []
+        for row, sequence in enumerate(sequences):
+            limit = self.max_draft if limits is None else min(int(limits[row]), self.max_draft)
+            guess, features = self._walk(self._states[sequence][0], limit)
+            rows.append(guess)
+            sure.append(self.confidence.estimate(sequence, guess, features))
+        return Draft.from_rows(rows, sure, self.max_draft)
+
+    def end(self, sequence: int) -> None:
+        """See `Drafter.end`. The sequence's text stays in the automaton."""
+        self._states.pop(sequence, None)
+        self.confidence.end(sequence)
+
+    def _walk(self, state: int, limit: int) -> tuple[list[int], list[int]]:
+        automaton = self._old
+        guess: list[int] = []
+        features: list[int] = []
+        while len(guess) < limit:
+            token, target, count, total = automaton.likeliest(state)
+            while token < 0 and state != ROOT:  # this context was only ever seen at a text's end
+                state = automaton.link(state)
+                token, target, count, total = automaton.likeliest(state)
+            length = automaton.length(state)
+            if token < 0 or length < self._min_match:
+                break
+            guess.append(token)
+            features.append(match_bucket(length) * _SHARE_BUCKETS + _share_bucket(count, total))
+            state = target
+        return guess, features
+
+    def _append_all(self, sequence: int, added: list[int]) -> None:
+        states = self._states[sequence]
+        for token in added:
+            states[0] = self._old.append(states[0], token)
+            if self._young is not None:
+                states[1] = self._young.append(states[1], token)
+        if self._old.tokens >= self._capacity:
+            self._turn_over()
+        elif self._young is None and self._old.tokens >= self._capacity // 2:
+            self._young = SuffixAutomaton()
+
+    def _turn_over(self) -> None:
+        self._old = self._young if self._young is not None else SuffixAutomaton()
+        self._young = None
+        for states in self._states.values():
+            states[0], states[1] = states[1], ROOT
+
+
+def _share_bucket(count: int, total: int) -> int:
+    """0: contested, 1: mostly this one, 2: only this one but rarely seen, 3: only this one, seen often."""
+    if count == total:
+        return 3 if count >= 3 else 2
+    return 1 if 2 * count > total else 0

@@ -1,0 +1,1 @@
+"""Verification: which guesses stand, without moving the target's distribution."""
