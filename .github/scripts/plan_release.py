@@ -27,7 +27,9 @@ def plan(tag: str, root: Path = ROOT) -> str:
             raise SystemExit(f"tag says {match['version']}, {path.relative_to(root)} says {project['version']}")
         heading = re.compile(rf"^## {re.escape(match['version'])}(?: \(\d{{4}}-\d\d-\d\d\))?$", re.MULTILINE)
         if not heading.search((path.parent / "CHANGELOG.md").read_text()):
-            raise SystemExit(f"{path.parent.name}/CHANGELOG.md has no dated section '## {match['version']} (YYYY-MM-DD)'")
+            raise SystemExit(
+                f"{path.parent.name}/CHANGELOG.md has no dated section '## {match['version']} (YYYY-MM-DD)'"
+            )
         return project["name"]
     raise SystemExit(f"{match['dist']} is not a member of this workspace")
 
