@@ -18,14 +18,14 @@ ACCEPT = 1
 DRAFT = 2
 BLOCK = 3
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX1 = 0xBF58476D1CE4E5B9
-_MIX2 = 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+MIX1 = 0xBF58476D1CE4E5B9
+MIX2 = 0x94D049BB133111EB
 
 
 def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(_MIX1)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(_MIX2)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(MIX1)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(MIX2)
     return value ^ (value >> np.uint64(31))
 
 
@@ -49,7 +49,7 @@ def uniform(seed: object, position: object, stream: int, anchor: object = 0) -> 
         anchor: int64, position of the block's anchor; used by DRAFT and BLOCK, 0 otherwise.
     """
     with np.errstate(over="ignore"):
-        key = _mix(_as_uint64(seed) + np.uint64(_GOLDEN))
-        key = _mix(key ^ (_as_uint64(position) * np.uint64(_GOLDEN) + np.uint64(stream)))
-        key = _mix(key + _as_uint64(anchor) * np.uint64(_MIX1) + np.uint64(_GOLDEN))
+        key = _mix(_as_uint64(seed) + np.uint64(GOLDEN))
+        key = _mix(key ^ (_as_uint64(position) * np.uint64(GOLDEN) + np.uint64(stream)))
+        key = _mix(key + _as_uint64(anchor) * np.uint64(MIX1) + np.uint64(GOLDEN))
     return (key >> np.uint64(11)).astype(np.float64) * 2.0**-53
