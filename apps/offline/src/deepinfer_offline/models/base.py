@@ -49,15 +49,15 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class BatchCascade:
-    """Decode rows of one batch that share their first `blocks` blocks of the prefix groups.
+    """Rows of one batch whose first `tokens` positions are the same blocks of the prefix groups.
 
     Attributes:
-        rows: int32 [k], batch rows, ascending; k >= 2.
-        blocks: leading block-table columns that are equal in all of them.
+        rows: int32 [k], batch rows, ascending; k >= 2. Each computes one token, at or past position `tokens`.
+        tokens: length of the shared prefix, a multiple of the block size.
     """
 
     rows: np.ndarray
-    blocks: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class ForwardBatch:
         write_floors: int32 [R].
         logit_rows: int64 [n].
         block_tables: per group, int32 [R, columns].
-        cascades: groups of decode rows with a common prefix; empty when none pays.
+        cascades: disjoint groups of decode rows with a common prefix; empty when none pays.
         tokens: int32 [max_running, capacity], the token buffer: prompt and generated ids by slot and position.
         host: the same on the host. Attribute meanings are documented there.
         scratch: what the layers of one forward share (rotary tables, attention metadata). Starts empty.

@@ -1,0 +1,267 @@
+"""The model runner: launches a planned step and collects what it drew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from deepinfer_offline.engine.native.batch import (
+    PromptRows,
+    SampleRows,
+    StepInputs,
+    TableSource,
+    device_batch,
+    plan_inputs,
+)
+from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.engine.native.worker import InlineWorker, ThreadWorker, Worker
+from deepinfer_offline.models.base import Model
+from deepinfer_offline.sampling.batch import Logprobs, SampledTokens, SamplingBatch
+from deepinfer_offline.sampling.logprobs import gather_logprobs
+from deepinfer_sched import StepPlan
+
+SampleFn = Callable[[torch.Tensor, SamplingBatch], SampledTokens]
+"""`Sampler.__call__`: float32 logits [n, vocab] and the rows -> drawn tokens."""
+
+MaskSource = Callable[[SampleRows], tuple[np.ndarray, np.ndarray] | None]
+"""Called in the step's thread when the logits are there. May wait for the tokens of the step before.
+Returns (mask_rows int64 [m] into the draws, masks int32 [m, ceil(vocab / 32)]) or None."""
+
+_PROMPT_LOGITS_ROWS = 256  # prompt rows whose logits exist at once: 256 x 49152 x 4 bytes = 48 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens `first + 1 ..` of one slot (`values.rows` counts from 0)."""
+
+    slot: int
+    first: int
+    values: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step drew. All arrays are on the host.
+
+    Attributes:
+        plan: the step.
+        token_ids: int32 [R, k] by plan row, left-aligned: accepted drafts, then the token drawn after them.
+        num_tokens: int32 [R], how many count; 0 where nothing was drawn.
+        logprobs: of the draws that count and asked for them, or None. `logprobs.rows` indexes `draw_rows`.
+        draw_rows: int64 [n], plan row of each draw, ascending positions within a row.
+        prompts: log-probabilities of prompt tokens.
+        seconds: wall time of the step in its thread.
+    """
+
+    plan: StepPlan
+    token_ids: np.ndarray
+    num_tokens: np.ndarray
+    logprobs: Logprobs | None
+    draw_rows: np.ndarray
+    prompts: tuple[PromptLogprobs, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched step."""
+
+    plan: StepPlan
+    future: Future[StepResult]
+
+    def done(self) -> bool:
+        return self.future.done()
+
+
+class ModelRunner:
+    """Owns the model, its cache and the token buffer. One caller launches and collects, in the order of the steps.
+
+    Everything that touches the device runs in the worker in the order of the calls, so a sequence added before a launch
+    is seen by it, and a decode row reads the id that the step before drew.
+
+    Args:
+        model: the loaded model.
+        num_blocks: blocks of each cache group.
+        tables: `CacheManager.block_table`. Read inside `launch` only.
+        sample: the sampler.
+        threads: kernel threads of the worker on a CPU; 0 runs each step inside `launch`.
+        max_drafts: positions kept in the token buffer past `max_model_len`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        num_blocks: Mapping[str, int],
+        tables: TableSource,
+        sample: SampleFn,
+        *,
+        threads: int = 0,
+        max_drafts: int = 16,
+    ) -> None:
+        options = model.options
+        self.model = model
+        self.tokens = TokenBuffer(options.max_running, options.max_model_len + 1 + max_drafts, options.device)
+        self._tables = tables
+        self._sample = sample
+        self._prompt_logprobs: dict[int, tuple[int, int]] = {}
+        self._worker: Worker = ThreadWorker(threads) if threads else InlineWorker()
+        self.cache: Any = self._worker.submit(lambda: model.allocate_cache(num_blocks)).result()
+
+    # --- sequences -------------------------------------------------------------------------------------------
+
+    def add_sequence(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        *,
+        prompt_logprobs: tuple[int, int] | None = None,
+        before: Callable[[], Any] | None = None,
+    ) -> None:
+        """Load a sequence's known ids (prompt, and generated ones when it resumes) into its slot.
+
+        Args:
+            slot: from `Sequence.slot`, free in every step launched from now on.
+            token_ids: ids from position 0.
+            prompt_logprobs: (prompt length, likeliest tokens to report) to get log-probabilities of prompt tokens.
+            before: also run in the step's thread, e.g. to fill the slot's row of the sampling table.
+        """
+        if prompt_logprobs is None:
+            self._prompt_logprobs.pop(slot, None)
+        else:
+            self._prompt_logprobs[slot] = prompt_logprobs
+        ids = np.array(token_ids, np.int32)
+
+        def write() -> None:
+            self.tokens.write(slot, 0, ids)
+            if before is not None:
+                before()
+
+        self._check(self._worker.submit(write))
+
+    def write_drafts(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
+        """Put draft ids at `position` and after; a later row of the slot verifies them."""
+        ids = np.array(token_ids, np.int32)
+        self._check(self._worker.submit(lambda: self.tokens.write(slot, position, ids)))
+
+    def release(self, slot: int) -> None:
+        """Forget a slot. Steps in flight that still have a row of it are not disturbed."""
+        self._prompt_logprobs.pop(slot, None)
+
+    # --- steps -----------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan, masks: MaskSource | None = None) -> Flight:
+        """Start a step. Block tables are copied before this returns; nothing else is waited for.
+
+        Args:
+            plan: from `Scheduler.plan`.
+            masks: grammar masks of the draws, needed when the plan has constrained rows.
+        """
+        groups = self.model.facts.cache_groups
+        inputs = plan_inputs(plan, groups, self._tables, self.tokens, self._prompt_logprobs)
+        return Flight(plan, self._worker.submit(lambda: self._run(plan, inputs, masks)))
+
+    def collect(self, flight: Flight) -> StepResult:
+        """Wait for a step. Raises what the step raised."""
+        return flight.future.result()
+
+    def close(self) -> None:
+        """Stop the worker. May be called again."""
+        self._worker.close()
+
+    # --- in the step's thread --------------------------------------------------------------------------------
+
+    def _run(self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None) -> StepResult:
+        start = time.perf_counter()
+        batch = device_batch(inputs, self.tokens, self.model.options.device)
+        hidden = self.model.forward(batch, self.cache)
+        prompts = tuple(self._score_prompt(rows, hidden) for rows in inputs.prompts)
+        drawn = self._draw(plan, inputs, hidden, masks)
+        ids, counts, logprobs = self._accept(plan, inputs.samples, drawn)
+        seconds = time.perf_counter() - start
+        return StepResult(plan, ids, counts, logprobs, inputs.samples.plan_rows, prompts, seconds)
+
+    def _draw(
+        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, masks: MaskSource | None
+    ) -> SampledTokens | None:
+        """Draw, and write the ids where the next step reads them."""
+        samples = inputs.samples
+        if not len(samples.slots):
+            return None
+        whole = len(samples.logits) == len(inputs.host.logit_rows)
+        logits = self.model.logits(hidden if whole else hidden[self._put(samples.logits)])
+        found = masks(samples) if masks is not None else None
+        mask_rows, mask_bits = found if found is not None else (None, None)
+        rows = SamplingBatch(samples.slots, samples.positions, self.tokens.data, mask_rows, mask_bits)
+        drawn = self._sample(logits, rows)
+        if not plan.drafts.any():  # a verified row must not overwrite its drafts before they are compared
+            self.tokens.scatter(self._put(self.tokens.flat_index(samples.slots, samples.positions)), drawn.ids)
+        return drawn
+
+    def _accept(
+        self, plan: StepPlan, samples: SampleRows, drawn: SampledTokens | None
+    ) -> tuple[np.ndarray, np.ndarray, Logprobs | None]:
+        """Ids by plan row. A draft is accepted when it is the token drawn at its position, given those before."""
+        ids = np.zeros((plan.num_rows, 1 + int(plan.drafts.max(initial=0))), np.int32)
+        counts = np.zeros(plan.num_rows, np.int32)
+        if drawn is None:
+            return ids, counts, None
+        host_ids = drawn.ids.cpu().numpy().astype(np.int32)
+        counts[samples.plan_rows] = 1
+        if plan.drafts.any():
+            self._verify(plan, samples, host_ids, ids, counts)
+        else:
+            ids[samples.plan_rows, 0] = host_ids
+        return ids, counts, _on_host(drawn.logprobs)
+
+    def _verify(
+        self, plan: StepPlan, samples: SampleRows, drawn: np.ndarray, ids: np.ndarray, counts: np.ndarray
+    ) -> None:
+        index = self.tokens.flat_index(samples.slots, samples.positions)
+        drafts = self.tokens.gather(self._put(index)).cpu().numpy()
+        for row in np.unique(samples.plan_rows).tolist():
+            draws = np.flatnonzero(samples.plan_rows == row)
+            agree = drawn[draws] == drafts[draws]
+            agree[plan.drafts[row] :] = False
+            accepted = int(np.argmin(agree)) + 1  # the first draw that differs counts too
+            ids[row, :accepted] = drawn[draws[:accepted]]
+            counts[row] = accepted
+            last = draws[accepted - 1]
+            self.tokens.write(int(samples.slots[last]), int(samples.positions[last]), drawn[last : last + 1])
+
+    def _score_prompt(self, rows: PromptRows, hidden: torch.Tensor) -> PromptLogprobs:
+        parts = []
+        for start in range(0, len(rows.logits), _PROMPT_LOGITS_ROWS):
+            chunk = rows.logits[start : start + _PROMPT_LOGITS_ROWS]
+            first = rows.first + start + 1
+            successors = self.tokens.data[rows.slot, first : first + len(chunk)].long()
+            logits = self.model.logits(hidden[self._put(chunk)])
+            found = gather_logprobs(logits, successors, rows.top, np.arange(start, start + len(chunk)))
+            parts.append(_on_host(found))
+        return PromptLogprobs(rows.slot, rows.first, _join(parts))
+
+    def _put(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.model.options.device, non_blocking=True)
+
+    def _check(self, future: Future[Any]) -> None:
+        if future.done():  # an inline worker: raise here instead of losing the error
+            future.result()
+
+
+def _on_host(found: Logprobs | None) -> Logprobs | None:
+    if found is None:
+        return None
+    tensors = ("chosen", "ranks", "top_ids", "top_values")
+    return replace(found, **{name: getattr(found, name).cpu() for name in tensors})
+
+
+def _join(parts: Sequence[Logprobs | None]) -> Logprobs:
+    real = [part for part in parts if part is not None]
+    return Logprobs(
+        np.concatenate([part.rows for part in real]),
+        *(torch.cat([getattr(part, name) for part in real]) for name in ("chosen", "ranks", "top_ids", "top_values")),
+    )

@@ -1,0 +1,41 @@
+"""The token buffer: ids of every running sequence, on the device, by slot and position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+class TokenBuffer:
+    """Prompt and generated ids. A step reads its input ids here and writes what it samples, so that the next step can
+    be launched before those ids reach the host.
+
+    Attributes:
+        data: int32 [max_running, capacity] on the device.
+    """
+
+    def __init__(self, max_running: int, capacity: int, device: str) -> None:
+        self.capacity = capacity
+        self.data = torch.zeros(max_running, capacity, dtype=torch.int32, device=device)
+        self._flat = self.data.view(-1)
+
+    def write(self, slot: int, position: int, token_ids: Sequence[int] | np.ndarray) -> None:
+        """Put ids at `position` and after. Raises ValueError if they do not fit."""
+        ids = torch.from_numpy(np.asarray(token_ids, np.int32))
+        if position < 0 or position + len(ids) > self.capacity:
+            raise ValueError(f"{len(ids)} ids at position {position} do not fit a buffer of {self.capacity} positions")
+        self.data[slot, position : position + len(ids)] = ids.to(self.data.device)
+
+    def flat_index(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int64 index into the flattened buffer."""
+        return slots.astype(np.int64) * self.capacity + positions
+
+    def gather(self, index: torch.Tensor) -> torch.Tensor:
+        """Ids at int64 [n] flat indices, as int64."""
+        return self._flat[index].long()
+
+    def scatter(self, index: torch.Tensor, ids: torch.Tensor) -> None:
+        """Write int64 ids [n] at int64 [n] flat indices."""
+        self._flat[index] = ids.to(torch.int32)
