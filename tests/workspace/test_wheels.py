@@ -1,4 +1,4 @@
-"""Each member builds a wheel that installs and imports alone, in an environment that holds nothing else of this workspace."""
+"""Each member builds a wheel that installs and imports alone, beside nothing else of this workspace."""
 
 import json
 import shutil

@@ -93,7 +93,7 @@ def _group(rows: list[int], starts: list[int], lens: list[int], block_table: tor
 
 
 def gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Copy each row's blocks together: [num_blocks, heads, block, d], int64 [rows, n] -> [rows, heads, n * block, d]."""
+    """Copy blocks together: [num_blocks, heads, block, d], int64 [rows, n] -> [rows, heads, n * block, d]."""
     _, heads, block, d = cache.shape
     index = blocks[:, None, :] * heads + torch.arange(heads)[None, :, None]
     picked = cache.reshape(-1, block * d).index_select(0, index.reshape(-1))
@@ -166,7 +166,7 @@ def _attend_exact(
 
 
 def insert(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write keys and values [tokens, kv_heads, d] to their slots, block * block_size + offset; negative ones are skipped."""
+    """Write keys and values [tokens, kv_heads, d] to slots (block * block_size + offset), negative slots excepted."""
     block_size = cache.shape[2]
     slots = slots[: key.shape[0]]
     new = torch.cat([key, value], -1)

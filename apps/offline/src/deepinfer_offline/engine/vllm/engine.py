@@ -1,0 +1,171 @@
+"""The engine that drives vLLM for the job layer: requests in, finished outputs out, through vLLM's own step loop."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer_offline.engine.base import (
+    EngineInfo,
+    EngineStartError,
+    EngineStats,
+    Request,
+    RequestError,
+    RequestOutput,
+)
+from deepinfer_offline.engine.options import EngineOptions
+from deepinfer_offline.engine.vllm import arguments, startup, translate
+
+SUPPORTED = "0.33."
+
+
+@dataclass(slots=True)
+class _Running:
+    request: Request
+    vllm_id: str
+
+
+def import_vllm() -> None:
+    """Import vLLM. Raises EngineStartError with what to do when it is missing or of another version."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        import vllm
+    except ImportError as error:
+        raise EngineStartError(
+            f"--engine vllm needs vLLM, which does not import here ({error}); "
+            "install it with: uv sync --extra vllm (or pip install vllm==0.33.0), or use --engine native"
+        ) from error
+    if not vllm.__version__.startswith(SUPPORTED):
+        raise EngineStartError(
+            f"vLLM {vllm.__version__} is installed; this DeepInfer is built and tested on {SUPPORTED}x: "
+            "pip install vllm==0.33.0, or use --engine native"
+        )
+
+
+class VllmEngine:
+    """`Engine` over `vllm.v1.engine.llm_engine.LLMEngine`.
+
+    vLLM's engine core runs in a process of its own and plans asynchronously there; `step` collects what it finished.
+
+    Args:
+        options: what the user chose. `options.model` must be a Hugging Face folder by now.
+        name: the model name that requests are answered under.
+        tokenizer: the job layer's tokenizer.
+        show_log: let vLLM's own log through to stderr.
+
+    Raises:
+        EngineStartError: vLLM is missing, refuses the options or fails to start; the message carries its root cause.
+    """
+
+    def __init__(self, options: EngineOptions, *, name: str, tokenizer: Any, show_log: bool = False) -> None:
+        import_vllm()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        import vllm
+        import vllm.exceptions
+        import vllm.platforms
+        import vllm.sampling_params
+
+        self._vllm = vllm
+        self._tokenizer = tokenizer
+        self._stats = EngineStats()
+        self._running: dict[str, _Running] = {}
+        keywords = arguments.engine_arguments(options, options.model, EngineArgs)
+        with startup.captured_output(show=show_log) as log:
+            failure = None
+            try:
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**keywords))
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            cause = startup.root_cause(log.text) or f"{type(failure).__name__}: {failure}"
+            raise EngineStartError(f"vLLM does not start: {cause}") from failure
+        self._info = self._describe(name)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    def add_request(self, request: Request) -> None:
+        room = self._info.max_model_len - len(request.prompt_token_ids)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(request.prompt_token_ids)} tokens and the model's context is "
+                f"{self._info.max_model_len}, which leaves no room for an answer",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        keywords = translate.sampling_arguments(request.params, room)
+        if request.params.structured_outputs is not None:
+            keywords["structured_outputs"] = self._vllm.sampling_params.StructuredOutputsParams(
+                **keywords["structured_outputs"]
+            )
+        try:
+            params = self._vllm.SamplingParams(
+                **keywords, output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+            )
+            prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+            vllm_id = self._engine.add_request(request.request_id, prompt, params, priority=request.priority)
+        except (ValueError, TypeError, NotImplementedError, self._vllm.exceptions.VLLMValidationError) as error:
+            raise RequestError(f"vLLM refuses this request: {error}") from error
+        self._running[request.request_id] = _Running(request, vllm_id)
+        self._stats.prompt_tokens += len(request.prompt_token_ids)
+
+    def abort(self, request_id: str) -> None:
+        if self._running.pop(request_id, None) is not None:
+            self._engine.abort_request([request_id])
+
+    def step(self) -> list[RequestOutput]:
+        begin = time.perf_counter()
+        finished = [self._finish(output) for output in self._engine.step() if output.finished]
+        self._stats.steps += 1
+        self._stats.decode_seconds += time.perf_counter() - begin
+        return [output for output in finished if output is not None]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._running)
+
+    def stats(self) -> EngineStats:
+        self._stats.running = len(self._running)
+        return self._stats
+
+    def close(self) -> None:
+        """Stop vLLM's processes and free what they hold."""
+        self._engine.engine_core.shutdown()
+
+    def _finish(self, output: Any) -> RequestOutput | None:
+        running = self._running.pop(output.request_id, None)
+        if running is None:  # aborted meanwhile
+            return None
+        request = running.request
+        result = translate.request_output(output, request.request_id, request.prompt_token_ids, request.params)
+        self._stats.finished += 1
+        self._stats.cached_tokens += result.num_cached_tokens
+        self._stats.computed_prompt_tokens += len(request.prompt_token_ids) - result.num_cached_tokens
+        self._stats.generated_tokens += sum(len(c.token_ids) for c in result.outputs)
+        return result
+
+    def _describe(self, name: str) -> EngineInfo:
+        config = self._engine.vllm_config
+        cache, model = config.cache_config, config.model_config
+        block = cache.block_size or 0
+        return EngineInfo(
+            engine=f"vllm {self._vllm.__version__}",
+            model=name,
+            device=self._vllm.platforms.current_platform.get_device_name(),
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            kv_tokens=(cache.num_gpu_blocks or 0) * block,
+            kv_bytes=cache.kv_cache_memory_bytes or 0,
+            weight_bytes=0,
+            block_size=block,
+        )

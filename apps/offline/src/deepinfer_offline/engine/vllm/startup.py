@@ -1,0 +1,77 @@
+"""Start-up failures with their cause: vLLM's worker processes print it, and its front end says only "see above"."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_CAUSE = re.compile(
+    r"^(?:\([^)]*\)\s*)?(?:(?:ERROR|CRITICAL)\b.*?\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit)): (.+)$"
+)
+_KEEP = 1 << 20
+_EMPTY = ("Engine core initialization failed", "WorkerProc initialization failed", "See root cause")
+
+
+def root_cause(log: str) -> str | None:
+    """Return the last exception line in a log that says something: `ValueError: max_model_len ...`."""
+    for line in reversed(log.splitlines()):
+        match = _CAUSE.match(line.strip())
+        if match and not any(phrase in line for phrase in _EMPTY):
+            return f"{match[1].rsplit('.', 1)[-1]}: {match[2]}"
+    return None
+
+
+class Log:
+    """The last mebibyte of what was printed since the capture began; worker processes may go on writing to it."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def write(self, chunk: bytes) -> None:
+        self._data += chunk
+        del self._data[:-_KEEP]
+
+    @property
+    def text(self) -> str:
+        return bytes(self._data).decode(errors="replace")
+
+
+@contextmanager
+def captured_output(*, show: bool) -> Iterator[Log]:
+    """Capture file descriptors 1 and 2, those of child processes included.
+
+    Args:
+        show: pass everything on to stderr. Otherwise it is kept for `root_cause` alone.
+
+    Child processes inherit the pipe for their whole life, so a daemon thread drains it until the last one ends.
+    """
+    log = Log()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    read, write = os.pipe()
+    os.dup2(write, 1)
+    os.dup2(write, 2)
+    os.close(write)
+
+    def drain() -> None:
+        while chunk := os.read(read, 65536):
+            log.write(chunk)
+            if show:
+                os.write(saved[1], chunk)
+        os.close(read)
+
+    thread = threading.Thread(target=drain, daemon=True)
+    thread.start()
+    try:
+        yield log
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(saved[0], 1)
+        os.dup2(saved[1], 2)
+        thread.join(timeout=0.3)  # ends at once when no child is left; else what matters has arrived by then
