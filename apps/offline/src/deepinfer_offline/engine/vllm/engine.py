@@ -62,13 +62,12 @@ class VllmEngine:
 
     def __init__(self, options: EngineOptions, *, name: str, tokenizer: Any, show_log: bool = False) -> None:
         import_vllm()
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
         import vllm
         import vllm.exceptions
         import vllm.platforms
         import vllm.sampling_params
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
         self._vllm = vllm
         self._tokenizer = tokenizer

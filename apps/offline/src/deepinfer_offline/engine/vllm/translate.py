@@ -42,19 +42,17 @@ def structured_arguments(wanted: StructuredOutputs) -> dict[str, Any]:
     return {name: value for name in wanted.__slots__ if (value := getattr(wanted, name)) is not None}
 
 
-def token_bytes(decoded: str | None) -> bytes:
-    """Return a token's bytes as far as vLLM tells them: it gives text, in which a split character is U+FFFD."""
-    return (decoded or "").encode()
+def _token(token_id: int, value: Any) -> TokenLogprob:
+    """Translate a `vllm.logprobs.Logprob`. It carries text, not bytes: a split character is U+FFFD in both."""
+    text = value.decoded_token or ""
+    return TokenLogprob(token_id, value.logprob, value.rank or 0, text, text.encode())
 
 
 def position(entry: Mapping[int, Any] | None, token_id: int | None, top: int) -> PositionLogprobs | None:
     """Translate one position of vLLM's logprobs, a map of token id to Logprob; `top` is how many were asked for."""
     if not entry:
         return None
-    tokens = {
-        id_: TokenLogprob(id_, value.logprob, value.rank or 0, value.decoded_token or "", token_bytes(value.decoded_token))
-        for id_, value in entry.items()
-    }  # fmt: skip
+    tokens = {id_: _token(id_, value) for id_, value in entry.items()}
     chosen = tokens[token_id if token_id in tokens else next(iter(tokens))]
     ranked = sorted(tokens.values(), key=lambda t: (t.rank, t.token_id))
     return PositionLogprobs(chosen, tuple(ranked if top < 0 else ranked[:top]))

@@ -1,0 +1,66 @@
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from deepinfer_offline.engine.base import EngineStartError
+from deepinfer_offline.engine.options import EngineOptions
+from deepinfer_offline.engine.vllm.arguments import engine_arguments
+
+
+@dataclass
+class Known:
+    """Stands for vLLM's EngineArgs: the types that its fields have."""
+
+    model: str = ""
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    swap: int | None = None
+    hf_overrides: dict[str, Any] | None = None
+    trust_remote_code: bool = False
+
+
+def arguments(**options):
+    return engine_arguments(EngineOptions(**options), "folder", Known)
+
+
+def test_options_reach_vllm_under_its_names():
+    found = arguments(dtype="float32", max_running=7, max_tokens_per_step=99, tensor_parallel_size=2, kv_memory=1 << 20)
+    assert found["dtype"] == "float32"
+    assert found["max_num_seqs"] == 7
+    assert found["max_num_batched_tokens"] == 99
+    assert found["tensor_parallel_size"] == 2
+    assert found["kv_cache_memory_bytes"] == 1 << 20
+
+
+def test_what_the_user_left_open_is_left_to_vllm():
+    assert not {"max_model_len", "block_size", "max_num_batched_tokens", "kv_cache_memory_bytes"} & set(arguments())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("gpu-memory-utilization", "0.5", 0.5),
+        ("enforce_eager", "true", True),
+        ("swap", "none", None),
+        ("swap", "4", 4),
+        ("hf_overrides", '{"a": [1]}', {"a": [1]}),
+    ],
+)
+def test_further_arguments_are_read_by_their_type(name, text, value):
+    found = arguments(engine_args=((name, text),))
+    assert found[name.replace("-", "_")] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("gpu_mem", "0.5", "no such engine argument; near it: gpu_memory_utilization"),
+        ("enforce_eager", "perhaps", "'perhaps' is not of type bool"),
+        ("gpu_memory_utilization", "half", "'half' is not of type float"),
+        ("hf_overrides", "{a}", "is not JSON"),
+        ("trust_remote_code", "true", "never does"),
+    ],
+)
+def test_a_wrong_argument_is_named(name, text, says):
+    with pytest.raises(EngineStartError, match=says):
+        arguments(engine_args=((name, text),))

@@ -1,0 +1,41 @@
+import subprocess
+import sys
+
+from deepinfer_offline.engine.vllm.startup import captured_output, root_cause
+
+LOG = """\
+(EngineCore pid=12) ERROR 11-29 17:51:35 [core.py:1200] EngineCore failed to start.
+(EngineCore pid=12) ERROR 11-29 17:51:35 [core.py:1200] Traceback (most recent call last):
+(EngineCore pid=12) ERROR 11-29 17:51:35 [core.py:1200]   File "core.py", line 9, in x
+(EngineCore pid=12) ERROR 11-29 17:51:35 [core.py:1200] ValueError: No available memory for the cache blocks.
+Traceback (most recent call last):
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+def test_the_cause_is_the_last_exception_that_says_something():
+    assert root_cause(LOG) == "ValueError: No available memory for the cache blocks."
+
+
+def test_a_qualified_name_is_shortened():
+    assert root_cause("pkg.sub.ConfigError: bad value 3") == "ConfigError: bad value 3"
+
+
+def test_a_log_without_an_exception_has_no_cause():
+    assert root_cause("INFO: all is well\nstarting\n") is None
+
+
+def test_output_of_child_processes_is_captured(capfd):
+    with captured_output(show=False) as log:
+        subprocess.run(
+            [sys.executable, "-c", "import sys; print('ValueError: from a child', file=sys.stderr)"], check=True
+        )
+    assert root_cause(log.text) == "ValueError: from a child"
+    assert capfd.readouterr().err == ""
+
+
+def test_captured_output_can_be_shown(capfd):
+    with captured_output(show=True) as log:
+        subprocess.run([sys.executable, "-c", "print('hello')"], check=True)
+    assert "hello" in log.text
+    assert "hello" in capfd.readouterr().err
