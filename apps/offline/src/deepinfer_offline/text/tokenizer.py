@@ -49,6 +49,11 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
+    def max_id(self) -> int:
+        """The highest id the tokenizer knows."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
     def vocabulary(self) -> Vocabulary:
         """The bytes of every id."""
         tokens = {token_id: text for text, token_id in self.backend.get_vocab(with_added_tokens=True).items()}

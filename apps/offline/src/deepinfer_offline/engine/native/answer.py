@@ -1,0 +1,143 @@
+"""The loop's own state of a request and of each of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from deepinfer_offline.engine.base import Completion, FinishReason, Request
+from deepinfer_offline.text.watch import TextWatch
+from deepinfer_sched import Sequence as Scheduled
+
+if TYPE_CHECKING:
+    from deepinfer_offline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFacts:
+    """What the sampler reports of one drawn token: log-probability, rank, and the k likeliest tokens."""
+
+    logprob: float
+    rank: int
+    top_ids: np.ndarray
+    top_values: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why an answer ended, and the text and tokens it keeps (None: all of them)."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+    text: str | None = None
+    num_tokens: int | None = None
+    hide_last: bool = False  # the last token is a stop id: kept in the ids, not in the text
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One of the n answers of a request while it is made.
+
+    Attributes:
+        group: the request it belongs to.
+        index: 0..n-1.
+        seq: the scheduler's sequence; `seq.tokens` grows when the scheduler applies a step.
+        seed: key of its stream of random numbers.
+        limit: tokens, prompt included, at which it ends.
+        matcher: its place in the grammar, or None.
+        watch: looks for stop strings, or None.
+        facts: one entry a token when log-probabilities are wanted.
+        count: tokens generated.
+    """
+
+    group: Group
+    index: int
+    seq: Scheduled
+    seed: int
+    limit: int
+    matcher: Any = None
+    watch: TextWatch | None = None
+    facts: list[TokenFacts] = field(default_factory=list)
+    count: int = 0
+
+    def take(self, token: int, facts: TokenFacts | None) -> End | None:
+        """Account for one drawn token. Stop ids come before stop strings, and these before the length limit.
+
+        Raises:
+            GrammarBrokenError: the grammar does not allow the token.
+        """
+        self.count += 1
+        if facts is not None:
+            self.facts.append(facts)
+        params = self.group.request.params
+        if self.matcher is not None and self.matcher.accept([token]) != 1:
+            raise GrammarBrokenError(token, self.count)
+        if self.count > params.min_tokens or self.matcher is not None:
+            if token in self.group.stop_ids:
+                return End("stop", token, hide_last=not params.include_stop_str_in_output)
+            if token in self.group.eos_ids:
+                return End("stop", None, hide_last=not params.include_stop_str_in_output)
+        if self.watch is not None and (stop := self.watch.push(token)) is not None:
+            text, kept = self.watch.cut(stop)
+            return End("stop", stop.string, text, kept)
+        if self.matcher is not None and self.matcher.is_terminated:
+            return End("stop")
+        if self.seq.num_prompt + self.count >= self.limit:
+            return End("length")
+        return None
+
+
+class GrammarBrokenError(RuntimeError):
+    """A token was drawn that the grammar forbids; the fault is the engine's, and ends one request."""
+
+    def __init__(self, token: int, count: int) -> None:
+        super().__init__(f"token {token}, number {count} of the answer, is not allowed by the grammar")
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A request and its answers.
+
+    Attributes:
+        request: what was asked.
+        stop_ids: stop ids of the request.
+        eos_ids: end-of-sequence ids that count; empty with `ignore_eos`.
+        answers: the n answers.
+        completions: finished answers by index.
+        prompt_facts: by prompt position, for `prompt_logprobs`.
+        cached_tokens: prompt tokens found in the prefix cache when it was first admitted; -1 before.
+    """
+
+    request: Request
+    stop_ids: frozenset[int]
+    eos_ids: frozenset[int]
+    answers: list[Answer] = field(default_factory=list)
+    completions: dict[int, Completion] = field(default_factory=dict)
+    prompt_facts: dict[int, TokenFacts] = field(default_factory=dict)
+    cached_tokens: int = -1
+
+    @property
+    def done(self) -> bool:
+        return len(self.completions) == self.request.params.n
+
+
+def stop_sets(request: Request, eos_ids: Sequence[int] | frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """(stop ids, end-of-sequence ids that count) of a request. An id that is in both counts as a stop id."""
+    params = request.params
+    return frozenset(params.stop_token_ids or ()), frozenset() if params.ignore_eos else frozenset(eos_ids)
+
+
+def text_watch(request: Request, tokenizer: Tokenizer | None) -> TextWatch | None:
+    """A watch for the request's stop strings, or None if it has none."""
+    params = request.params
+    if not params.stop or tokenizer is None:
+        return None
+    return TextWatch(
+        tokenizer,
+        params.stop,
+        min_tokens=params.min_tokens,
+        skip_special_tokens=params.skip_special_tokens,
+        include_stop=params.include_stop_str_in_output,
+    )

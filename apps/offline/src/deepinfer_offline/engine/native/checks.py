@@ -1,0 +1,58 @@
+"""Requests that this engine can never run, told before anything is queued."""
+
+from __future__ import annotations
+
+import numpy as np
+from deepinfer_offline.engine.base import EngineInfo, Request, RequestError
+
+
+def check_request(request: Request, info: EngineInfo, *, has_tokenizer: bool) -> None:
+    """Raise RequestError, naming the field, when the request cannot run on this model.
+
+    Args:
+        request: what is asked.
+        info: limits of the engine.
+        has_tokenizer: whether text can be made.
+    """
+    _check_prompt(request, info)
+    params = request.params
+    if params.stop and not has_tokenizer:
+        raise RequestError("stop strings need a tokenizer; this model has none: use stop_token_ids", param="stop")
+    for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
+        _check_ids(name, np.fromiter(ids, np.int64, len(ids)), info.vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and wanted > info.vocab_size:
+            raise RequestError(
+                f"{name} must be at most the vocabulary's {info.vocab_size} tokens, got {wanted}",
+                code="invalid_value",
+                param=name,
+            )
+
+
+def _check_prompt(request: Request, info: EngineInfo) -> None:
+    length = len(request.prompt_token_ids)
+    if not length:
+        raise RequestError("the prompt is empty; it needs at least one token", code="empty_prompt", param="prompt")
+    if length >= info.max_model_len:
+        raise RequestError(
+            f"the prompt has {length} tokens; the context holds {info.max_model_len} tokens, "
+            "prompt and at least one token of the answer together",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+    try:
+        ids = np.asarray(request.prompt_token_ids, np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"the prompt's token ids are not integers: {error}", param="prompt") from error
+    _check_ids("prompt", ids, info.vocab_size)
+
+
+def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    bad = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(bad):
+        raise RequestError(
+            f"{name} has token id {int(bad[0])}; this model's ids are 0 to {vocab_size - 1}",
+            code="invalid_value",
+            param=name,
+        )

@@ -1,0 +1,338 @@
+"""The native engine's loop: plan and launch step n+1, then take the results of step n."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from deepinfer_offline.engine.base import EngineInfo, EngineStats, Request, RequestError, RequestOutput
+from deepinfer_offline.engine.native.answer import Answer, End, Group, stop_sets, text_watch
+from deepinfer_offline.engine.native.checks import check_request
+from deepinfer_offline.engine.native.masks import MaskMaker
+from deepinfer_offline.engine.native.outputs import FactsReader, completion, failed, finished, read_prompt
+from deepinfer_offline.sampling.batch import SamplingTable
+from deepinfer_offline.sampling.random import child_seed, request_seed
+from deepinfer_sched import Scheduler, SequenceError
+from deepinfer_sched import Sequence as Scheduled
+
+if TYPE_CHECKING:
+    from deepinfer_cache import CacheManager
+    from deepinfer_offline.engine.native.runner import Flight, ModelRunner, StepResult
+    from deepinfer_offline.engine.structured import GrammarCompiler
+    from deepinfer_offline.text.tokenizer import Tokenizer
+    from deepinfer_sched import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Airborne:
+    """A launched step. Its draws of constrained rows wait until `gate` is set: every earlier step is applied."""
+
+    flight: Flight
+    gate: threading.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What `NativeEngine` is composed of; `deepinfer_offline.engine.native.build` makes it.
+
+    Attributes:
+        runner: runs steps; its sampler reads `table`.
+        scheduler: decides what runs.
+        cache: holds the blocks.
+        table: sampling parameters by slot.
+        tokenizer: None for a model that takes and gives ids only.
+        grammars: compiles structured outputs.
+        info: facts for the caller.
+        seed: where seeds of requests without their own come from.
+        ahead: steps launched before the oldest one's results are taken; 1 is the synchronous loop.
+    """
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    cache: CacheManager
+    table: SamplingTable
+    tokenizer: Tokenizer | None
+    grammars: GrammarCompiler
+    info: EngineInfo
+    seed: int = 0
+    ahead: int = 2
+
+
+class NativeEngine:
+    """Implements `deepinfer_offline.engine.base.Engine` on `deepinfer_sched`, `deepinfer_cache` and a model runner."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._groups: dict[str, Group] = {}
+        self._answers: dict[int, Answer] = {}
+        self._compiling: dict[str, Future[Any]] = {}
+        self._airborne: deque[_Airborne] = deque()
+        self._masks = MaskMaker(self._answers, parts.info.vocab_size)
+        self._finished: list[RequestOutput] = []
+        self._stats = EngineStats()
+        self._next_seq = 0
+        self._closed = False
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._parts.info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._parts.tokenizer
+
+    # --- requests --------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises RequestError, and then queues nothing, when it can never run."""
+        parts = self._parts
+        if request.request_id in self._groups:
+            raise RequestError(f"request id {request.request_id!r} is in use", code="duplicate_id", param="request_id")
+        check_request(request, parts.info, has_tokenizer=parts.tokenizer is not None)
+        eos = parts.tokenizer.eos_ids if parts.tokenizer is not None else frozenset()
+        group = Group(request, *stop_sets(request, eos))
+        wanted = request.params.structured_outputs
+        if request.grammar is None and wanted is not None:
+            self._compiling[request.request_id] = parts.grammars.submit(wanted)
+            self._groups[request.request_id] = group
+        else:
+            self._start(group, request.grammar)
+            self._groups[request.request_id] = group
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; it yields no output. Unknown ids are ignored."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._drop(group)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._groups or self._airborne or self._finished)
+
+    # --- the loop --------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Launch what can be launched, then take the results of the oldest step; return what finished."""
+        self._start_compiled()
+        while len(self._airborne) < self._parts.ahead and (plan := self._parts.scheduler.plan()) is not None:
+            self._launch(plan)
+        if self._airborne:
+            self._land()
+        elif self._compiling and not self._finished:
+            wait(list(self._compiling.values()), return_when=FIRST_COMPLETED)
+            self._start_compiled()
+        done, self._finished = self._finished, []
+        return done
+
+    def _launch(self, plan: StepPlan) -> None:
+        runner = self._parts.runner
+        for seq_id in plan.admitted:
+            self._load(self._answers[seq_id])
+        gate = threading.Event()
+        if not self._airborne:
+            gate.set()
+        self._airborne.append(_Airborne(runner.launch(plan, self._masks.source(plan, gate)), gate))
+
+    def _load(self, answer: Answer) -> None:
+        """Put an admitted sequence's ids and parameters into its slot, in the order of the steps."""
+        parts, group, seq = self._parts, answer.group, answer.seq
+        params = group.request.params
+        fill = partial(
+            parts.table.write,
+            seq.slot,
+            params,
+            seed=answer.seed,
+            prompt_len=seq.num_prompt,
+            stop_ids=sorted(group.stop_ids | group.eos_ids),
+            vocab_size=parts.info.vocab_size,
+        )
+        wanted = params.prompt_logprobs if answer.index == 0 else None
+        top = None if wanted is None else (parts.info.vocab_size if wanted < 0 else wanted)
+        prompt = None if top is None else (seq.num_prompt, top)
+        parts.runner.add_sequence(seq.slot, seq.tokens, prompt_logprobs=prompt, before=fill)
+        if group.cached_tokens < 0:
+            group.cached_tokens = seq.cached_tokens
+            self._stats.prompt_tokens += seq.num_prompt
+            self._stats.cached_tokens += seq.cached_tokens
+
+    def _land(self) -> None:
+        """Take the oldest step's results: tokens to answers, ends to the scheduler; then open the next step's gate.
+
+        An interrupt while it waits changes nothing: the step is taken by the next call.
+        """
+        try:
+            result = self._parts.runner.collect(self._airborne[0].flight)
+            self._airborne.popleft()
+            self._apply(result)
+        except Exception:
+            self._open_gates()
+            raise
+        if self._airborne:
+            self._airborne[0].gate.set()
+
+    def _apply(self, result: StepResult) -> None:
+        plan = result.plan
+        self._count(result)
+        self._take_prompts(result)
+        facts = FactsReader(result.logprobs, result.draw_rows)
+        numbers, stops = result.num_tokens.copy(), np.zeros(plan.num_rows, np.bool_)
+        ended: list[tuple[Answer, End | Exception]] = []
+        for row, (seq_id, number) in enumerate(zip(plan.seq_ids.tolist(), numbers.tolist(), strict=True)):
+            answer = self._answers.get(seq_id) if number else None
+            if answer is None:
+                continue  # nothing drawn, or it ended while this step was in flight
+            taken, end = self._take(answer, seq_id, result.token_ids[row, :number].tolist(), partial(facts.get, row))
+            numbers[row] = taken
+            self._stats.generated_tokens += taken
+            if end is not None:
+                stops[row] = True
+                ended.append((answer, end))
+        self._parts.scheduler.apply(plan, result.token_ids, numbers, stops)
+        for answer, end in ended:
+            self._end(answer, end)
+
+    def _take(
+        self, answer: Answer, seq_id: int, tokens: Sequence[int], facts: Callable[[int], Any]
+    ) -> tuple[int, End | Exception | None]:
+        """Give an answer its tokens up to its end. What it raises ends its own request only."""
+        error = self._masks.errors.pop(seq_id, None)
+        if error is not None:
+            return 1, error
+        try:
+            for place, token in enumerate(tokens):
+                end = answer.take(token, facts(place))
+                if end is not None:
+                    return place + 1, end
+        except Exception as raised:
+            return len(tokens), raised
+        return len(tokens), None
+
+    def _take_prompts(self, result: StepResult) -> None:
+        for prompt in result.prompts:
+            row = int(np.flatnonzero(result.plan.slots == prompt.slot)[0])
+            answer = self._answers.get(int(result.plan.seq_ids[row]))
+            if answer is not None:
+                read_prompt(prompt.first, prompt.values, answer.group.prompt_facts)
+
+    # --- beginnings and ends ---------------------------------------------------------------------------------
+
+    def _start_compiled(self) -> None:
+        """Queue the requests whose grammars are ready; answer those whose grammars are refused."""
+        for request_id in [name for name, future in self._compiling.items() if future.done()]:
+            group, future = self._groups[request_id], self._compiling.pop(request_id)
+            try:
+                self._start(group, future.result())
+            except Exception as error:
+                self._fail(group, error)
+
+    def _start(self, group: Group, grammar: Any) -> None:
+        """Queue the n sequences of a request; all or none."""
+        parts, request = self._parts, group.request
+        params = request.params
+        seed = params.seed if params.seed is not None else request_seed(parts.seed, request.request_id)
+        length = len(request.prompt_token_ids)
+        room = parts.info.max_model_len - length
+        for index in range(params.n):
+            seq = Scheduled(
+                self._next_seq,
+                list(request.prompt_token_ids),
+                room if params.max_tokens is None else min(params.max_tokens, room),
+                priority=request.priority,
+                constrained=grammar is not None,
+                read_cache=params.prompt_logprobs is None or index > 0,
+            )
+            answer = Answer(
+                group,
+                index,
+                seq,
+                child_seed(seed, index),
+                length + seq.max_tokens,
+                matcher=grammar.matcher() if grammar is not None else None,
+                watch=text_watch(request, parts.tokenizer),
+            )
+            try:
+                parts.scheduler.add(seq)  # equal sequences: if the first one fits, all do
+            except SequenceError as error:
+                raise RequestError(f"the request cannot run here: {error}", code="does_not_fit") from error
+            self._next_seq += 1
+            self._answers[seq.seq_id] = answer
+            group.answers.append(answer)
+
+    def _end(self, answer: Answer, end: End | Exception) -> None:
+        self._answers.pop(answer.seq.seq_id, None)
+        group = answer.group
+        if self._groups.get(group.request.request_id) is not group:
+            return  # another of its answers failed in this step
+        if isinstance(end, Exception):
+            self._fail(group, end)
+            return
+        try:
+            group.completions[answer.index] = completion(answer, end, self.tokenizer)
+            output = finished(group, self.tokenizer) if group.done else None
+        except Exception as error:
+            self._fail(group, error)
+            return
+        if output is not None:
+            del self._groups[group.request.request_id]
+            self._stats.finished += 1
+            self._finished.append(output)
+
+    def _fail(self, group: Group, error: Exception) -> None:
+        """End a request with an error; the other requests go on."""
+        if self._groups.get(group.request.request_id) is group:
+            self._drop(group)
+            self._stats.finished += 1
+            self._finished.append(failed(group, error))
+
+    def _drop(self, group: Group) -> None:
+        self._groups.pop(group.request.request_id, None)
+        self._compiling.pop(group.request.request_id, None)
+        for answer in group.answers:
+            if self._answers.pop(answer.seq.seq_id, None) is not None:
+                self._parts.scheduler.abort(answer.seq.seq_id)
+
+    # --- numbers and the end ---------------------------------------------------------------------------------
+
+    def _count(self, result: StepResult) -> None:
+        stats, plan = self._stats, result.plan
+        stats.steps += 1
+        stats.computed_prompt_tokens += int(plan.counts[plan.prefills].sum())
+        stats.preemptions += len(plan.preempted)
+        stats.drafted_tokens += int(plan.drafts.sum())
+        if plan.drafts.any():
+            stats.verify_steps += 1
+            stats.accepted_tokens += int(np.maximum(result.num_tokens - 1, 0)[plan.drafts > 0].sum())
+        if plan.prefills.any():
+            stats.prefill_seconds += result.seconds
+        else:
+            stats.decode_seconds += result.seconds
+
+    def stats(self) -> EngineStats:
+        """A snapshot; does not change the engine."""
+        scheduler = self._parts.scheduler
+        return replace(
+            self._stats,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting + len(self._compiling),
+            peak_kv_blocks=self._parts.cache.stats().peak_used_pages,
+            extra=dict(self._stats.extra),
+        )
+
+    def close(self) -> None:
+        """Stop the threads and give the memory back. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self._open_gates()
+        self._parts.grammars.close()
+        self._parts.runner.close()
+
+    def _open_gates(self) -> None:
+        """Let steps in flight finish: nothing will open their gates any more."""
+        for airborne in self._airborne:
+            airborne.gate.set()
