@@ -1,0 +1,1 @@
+"""Planning of whole jobs."""

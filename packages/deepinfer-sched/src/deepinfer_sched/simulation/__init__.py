@@ -1,0 +1,1 @@
+"""What a job would cost, without a device."""
