@@ -28,8 +28,7 @@ class Drafter(Protocol):
         """Longest draft it makes, in tokens."""
 
     def begin(self, sequence: int, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
-        """Follow a new sequence. `token_ids` is all of it so far: the prompt, plus earlier output after a preemption.
-        """
+        """Follow a new sequence. `token_ids` is all of it so far: the prompt, plus earlier output after a preemption."""
 
     def extend(self, sequence: int, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Append tokens that the engine emitted for the sequence (verified ones only)."""

@@ -71,8 +71,7 @@ class MatchConfidence:
         return [p * odds / (1.0 - p + p * odds) for p in pooled]
 
     def settle(self, sequence: int, emitted: list[int]) -> None:
-        """Score the last guess against the tokens that followed. Stops at the first wrong one, or where `emitted` ends.
-        """
+        """Score the last guess against the tokens that followed. Stops at the first wrong one, or where `emitted` ends."""
         pending = self._pending.pop(sequence, None)
         if pending is None:
             return

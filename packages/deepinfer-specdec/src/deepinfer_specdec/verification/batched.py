@@ -65,8 +65,7 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BatchedVerification:
-    """Device tensors with the meaning of `Verification`: token_ids int64 [R, K + 1] padded with -1, accepted int64 [R].
-    """
+    """Device tensors with the meaning of `Verification`: token_ids int64 [R, K + 1] padded with -1, accepted int64 [R]."""
 
     token_ids: Tensor
     accepted: Tensor

@@ -1,5 +1,4 @@
-"""From logits to the distribution that tokens are drawn from: masks, temperature, min-p, top-k, top-p (in this order).
-"""
+"""From logits to the distribution that tokens are drawn from: masks, temperature, min-p, top-k, top-p (in this order)."""
 
 from __future__ import annotations
 

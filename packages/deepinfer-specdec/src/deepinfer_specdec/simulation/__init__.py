@@ -1,0 +1,3 @@
+"""Checks and simulations of policies: exact enumeration of the output distribution, and throughput on measured cost
+curves.
+"""
