@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from deepinfer_offline.ops.deepsig.formats import ue8m0_values
 
@@ -73,7 +73,7 @@ def engram_update(
         [t, S, d] in streams' dtype.
     """
     count, d = streams.shape[1:]
-    keys, value = F.linear(memory, wkv).float().split((count * d, d), dim=-1)
+    keys, value = functional.linear(memory, wkv).float().split((count * d, d), dim=-1)
     keys = keys.unflatten(-1, (count, d))
     hidden = streams.float()
     scale = torch.rsqrt(hidden.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps) * d**-0.5

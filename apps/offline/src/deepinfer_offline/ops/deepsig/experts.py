@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from deepinfer_offline.ops.deepsig.formats import dequantize_fp4_rows
 
@@ -46,12 +46,12 @@ class ExpertWeights:
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """silu(min(gate, limit)) * clip(up, -limit, limit) in float32: [t, 2m] (gate first) to float32 [t, m]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return F.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
+    return functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
 
 
 def shared_expert(x: Tensor, gate_up: Tensor, down: Tensor, *, limit: float) -> Tensor:
     """The expert that every token passes, weight 1: x [t, d], gate_up [2m, d], down [d, m] to [t, d], x's dtype."""
-    return F.linear(clamped_swiglu(F.linear(x, gate_up), limit).to(x.dtype), down)
+    return functional.linear(clamped_swiglu(functional.linear(x, gate_up), limit).to(x.dtype), down)
 
 
 def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights, *, limit: float) -> Tensor:
@@ -82,7 +82,7 @@ def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights,
             continue
         part = slice(start, start + count)
         gate_up, down = experts.dense(expert, x.dtype)
-        hidden = clamped_swiglu(F.linear(gathered[part], gate_up), limit) * scales[part]
-        results[order[part]] = F.linear(hidden.to(x.dtype), down).float()
+        hidden = clamped_swiglu(functional.linear(gathered[part], gate_up), limit) * scales[part]
+        results[order[part]] = functional.linear(hidden.to(x.dtype), down).float()
         start += count
     return results.view(-1, k, x.shape[1]).sum(dim=1).to(x.dtype)

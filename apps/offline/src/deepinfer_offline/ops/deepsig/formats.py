@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -56,7 +56,7 @@ def encode_e2m1(values: Tensor) -> Tensor:
 def decode_e2m1(packed: Tensor) -> Tensor:
     """Unpack bytes [..., n / 2] (uint8 or int8) to their float32 values [..., n]."""
     index = packed.view(torch.uint8).to(torch.int32)
-    return F.embedding(index, _e2m1_pairs(packed.device)).flatten(-2)
+    return functional.embedding(index, _e2m1_pairs(packed.device)).flatten(-2)
 
 
 def pow2_ceil(values: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def dequantize_fp4_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype = torc
 
 def _block_amax(weight: Tensor, row_block: int) -> Tensor:
     rows, columns = weight.shape
-    padded = F.pad(weight.float().abs(), (0, -columns % WEIGHT_TILE, 0, -rows % row_block))
+    padded = functional.pad(weight.float().abs(), (0, -columns % WEIGHT_TILE, 0, -rows % row_block))
     blocks = padded.unflatten(1, (-1, WEIGHT_TILE)).unflatten(0, (-1, row_block))
     return blocks.amax(dim=(1, 3))
 

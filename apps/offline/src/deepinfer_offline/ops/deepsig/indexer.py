@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from deepinfer_offline.ops.deepsig.topk import topk_mask
 
@@ -45,7 +45,7 @@ def candidate_mask(scores: Tensor, visible: Tensor, *, blocks: int, block_size: 
         bool [t, s]; a subset of the visible entries.
     """
     width = scores.shape[-1]
-    best = F.pad(scores, (0, -width % block_size), value=-torch.inf).unflatten(-1, (-1, block_size)).amax(-1)
+    best = functional.pad(scores, (0, -width % block_size), value=-torch.inf).unflatten(-1, (-1, block_size)).amax(-1)
     newest = ((visible - 1) // block_size).unsqueeze(-1)
     columns = torch.arange(best.shape[-1], device=best.device)
     best = best.masked_fill(columns == newest, torch.inf)

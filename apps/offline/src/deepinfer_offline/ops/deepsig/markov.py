@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 class MarkovStep(NamedTuple):
@@ -25,8 +25,8 @@ def markov_step(base_logits: Tensor, previous: Tensor, embed: Tensor, head: Tens
         embed: float [vocab, rank].
         head: float [vocab, rank].
     """
-    embedding = F.embedding(previous, embed)
-    return MarkovStep(base_logits + F.linear(embedding, head).float(), embedding)
+    embedding = functional.embedding(previous, embed)
+    return MarkovStep(base_logits + functional.linear(embedding, head).float(), embedding)
 
 
 def confidence(hidden: Tensor, embedding: Tensor, weight: Tensor) -> Tensor:
@@ -40,4 +40,4 @@ def confidence(hidden: Tensor, embedding: Tensor, weight: Tensor) -> Tensor:
     Returns:
         float32 [b].
     """
-    return F.linear(torch.cat((hidden.float(), embedding.float()), dim=-1), weight.float()).squeeze(-1)
+    return functional.linear(torch.cat((hidden.float(), embedding.float()), dim=-1), weight.float()).squeeze(-1)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 class HyperMix(NamedTuple):
@@ -62,7 +62,7 @@ def mhc_pre(
     count = streams.shape[1]
     flat = streams.flatten(1).float()
     mean_square = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square() / flat.shape[-1]
-    projected = F.linear(flat, fn) * torch.rsqrt(mean_square + norm_eps)
+    projected = functional.linear(flat, fn) * torch.rsqrt(mean_square + norm_eps)
     widths = torch.tensor([count, count, count * count], device=scale.device)
     logits = torch.addcmul(base, projected, scale.repeat_interleave(widths, output_size=fn.shape[0]))
     pre = torch.sigmoid(logits[:, :count]) + eps

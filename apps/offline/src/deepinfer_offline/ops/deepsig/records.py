@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from deepinfer_offline.ops.deepsig.formats import (
     E2M1_MAX,
@@ -65,7 +65,7 @@ def encode_records(values: Tensor, fmt: RecordFormat) -> Tensor:
     """Round `values` [..., n] to the format and lay each vector out as one record: uint8 [..., record_bytes]."""
     rule = _RULES[fmt]
     channels = values.shape[-1]
-    padded = F.pad(values.float(), (0, -channels % rule.group)) if channels % rule.group else values.float()
+    padded = functional.pad(values.float(), (0, -channels % rule.group)) if channels % rule.group else values.float()
     grouped = padded.unflatten(-1, (-1, rule.group))
     scale = _scales(grouped, fmt)
     quotient = (grouped / scale).flatten(-2)[..., :channels]

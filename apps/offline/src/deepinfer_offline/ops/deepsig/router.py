@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 from deepinfer_offline.ops.deepsig.topk import topk_lowest_index
 
@@ -23,7 +23,7 @@ def router(x: Tensor, weight: Tensor, bias: Tensor, *, k: int, normalise: bool, 
     Returns:
         expert ids int64 [t, k], ascending, and weights float32 [t, k].
     """
-    scores = F.softplus(F.linear(x.float(), weight.float())).sqrt()
+    scores = functional.softplus(functional.linear(x.float(), weight.float())).sqrt()
     ids = topk_lowest_index(scores + bias, k).to(torch.int64)
     weights = scores.gather(1, ids)
     if normalise:

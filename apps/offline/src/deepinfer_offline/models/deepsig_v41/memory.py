@@ -1,0 +1,56 @@
+"""How much memory a V4.1 model needs, from its configuration alone."""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer_offline.models.base import ModelOptions
+from deepinfer_offline.models.deepsig_v41.config import V41Config
+from deepinfer_offline.models.deepsig_v41.layout import TensorSpec, checkpoint_specs
+from deepinfer_offline.models.deepsig_v41.schedule import Schedule
+
+DENSE_EXPERTS_LIMIT = 8 << 30  # bytes; packed experts beyond this stay FP4 and are unpacked when used
+
+_FLOAT32_PARTS = (".gate.weight", ".gate.bias", ".attn_sink", "head.weight", ".confidence_head.proj.weight")
+
+
+def _experts(config: V41Config, schedule: Schedule) -> int:
+    """Values in all routed experts."""
+    one = 3 * config.hidden_size * config.moe_intermediate_size
+    draft = config.num_nextn_predict_layers * config.dspark_n_routed_experts
+    return one * (len(schedule.layers) * config.n_routed_experts + draft)
+
+
+def keeps_fp4(config: V41Config, schedule: Schedule, dtype: torch.dtype) -> bool:
+    """Whether FP4 experts stay packed in memory."""
+    return config.quantised and _experts(config, schedule) * dtype.itemsize > DENSE_EXPERTS_LIMIT
+
+
+def _loaded_bytes(spec: TensorSpec, config: V41Config, dtype: torch.dtype, packed: bool) -> int:
+    if spec.optional:
+        return 0
+    if spec.storage == "expert" and packed:
+        return spec.count // 2 + spec.scale_shape[0] * spec.scale_shape[1]
+    if spec.storage == "table" and config.quantised:
+        return spec.count + spec.scale_shape[0] * spec.scale_shape[1]
+    in_float32 = spec.name.endswith(_FLOAT32_PARTS) or ".hc_" in spec.name or spec.name.endswith(".wgate.weight")
+    return spec.count * (4 if in_float32 else dtype.itemsize)
+
+
+def dense_weight_bytes(config: V41Config, schedule: Schedule, dtype: torch.dtype) -> int:
+    """Bytes of the loaded weights."""
+    packed = keeps_fp4(config, schedule, dtype)
+    return sum(_loaded_bytes(spec, config, dtype, packed) for spec in checkpoint_specs(config, schedule).values())
+
+
+def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
+    """Peak bytes of one step beside weights and cache: streams and projections of every row, scores of one slab."""
+    rows = options.max_step_tokens
+    wide = max(
+        config.num_attention_heads * config.head_dim,
+        2 * config.moe_intermediate_size * config.num_experts_per_tok,
+        config.index_n_heads * config.index_head_dim,
+    )
+    per_row = 4 * (3 * config.hc_mult * config.hidden_size + 4 * wide + 4 * config.hidden_size)
+    masks = rows * options.max_model_len  # selections and candidates: a byte an entry and row, for two layers
+    return rows * per_row + 2 * masks + 4 * 3 * (1 << 24) + 4 * config.vocab_size * options.max_running

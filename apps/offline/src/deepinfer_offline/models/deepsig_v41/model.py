@@ -1,0 +1,144 @@
+"""DeepSig V4.1 behind the native engine's `Model` protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deepinfer_offline.models.base import ForwardBatch, ModelFacts, ModelOptions
+from deepinfer_offline.models.deepsig_v41.backbone import Backbone, Counters
+from deepinfer_offline.models.deepsig_v41.cache import CacheSpec, V41Cache, allocate
+from deepinfer_offline.models.deepsig_v41.config import V41Config
+from deepinfer_offline.models.deepsig_v41.draft import Draft
+from deepinfer_offline.models.deepsig_v41.engram import EngramHash
+from deepinfer_offline.models.deepsig_v41.loader import TensorReader, WeightLoader
+from deepinfer_offline.models.deepsig_v41.memory import dense_weight_bytes, keeps_fp4, workspace_bytes
+from deepinfer_offline.models.deepsig_v41.replay import DECODER_REPLAYS, DecoderReplay
+from deepinfer_offline.models.deepsig_v41.schedule import Schedule, plan_layers
+from deepinfer_offline.models.deepsig_v41.stage import Frequencies
+from deepinfer_offline.models.deepsig_v41.weights import ModelWeights
+
+if TYPE_CHECKING:
+    from deepinfer_offline.weights.source import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class V41Parts:
+    """A parsed checkpoint configuration and what follows from it."""
+
+    config: V41Config
+    schedule: Schedule
+    spec: CacheSpec
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], block_size: int) -> V41Parts:
+        config = V41Config.parse(raw)
+        schedule = plan_layers(config)
+        return cls(config, schedule, CacheSpec.of(config, schedule, block_size))
+
+
+class DeepSigV41Model:
+    """A loaded V4.1 model.
+
+    Args:
+        parts: the configuration.
+        weights: from `WeightLoader`.
+        options: how the engine runs it.
+        token_map: int64 [tokens], from `compressed_token_map`; needed when the model has Engram layers.
+        decoder_replay: see `Backbone`.
+    """
+
+    def __init__(
+        self,
+        parts: V41Parts,
+        weights: ModelWeights,
+        options: ModelOptions,
+        token_map: np.ndarray | None = None,
+        decoder_replay: DecoderReplay = "paper",
+    ) -> None:
+        if decoder_replay not in DECODER_REPLAYS:
+            raise ValueError(f"decoder_replay is {decoder_replay!r}, must be one of {', '.join(DECODER_REPLAYS)}")
+        self.config, self.schedule, self.spec = parts.config, parts.schedule, parts.spec
+        self.weights, self.options = weights, options
+        self.facts = facts_of(parts, options)
+        frequencies = Frequencies.of(parts.config, options.device)
+        engram = None
+        if parts.config.active_engram_layers:
+            assert token_map is not None, "a model with Engram layers needs the tokenizer's token map"
+            engram = EngramHash(parts.config, token_map, options.device)
+        self.backbone = Backbone(
+            parts.config, parts.schedule, weights, frequencies, engram, decoder_replay, options.block_size
+        )
+        self.draft = Draft(parts.config, weights, frequencies, options.block_size) if weights.draft is not None else None
+
+    @classmethod
+    def describe(cls, config: Mapping[str, Any], options: ModelOptions) -> ModelFacts:
+        """Facts from the configuration alone. Raises ConfigError for an inconsistent one."""
+        return facts_of(V41Parts.of(config, options.block_size), options)
+
+    @classmethod
+    def from_reader(
+        cls,
+        raw: Mapping[str, Any],
+        reader: TensorReader,
+        options: ModelOptions,
+        token_map: np.ndarray | None = None,
+        decoder_replay: DecoderReplay = "paper",
+    ) -> DeepSigV41Model:
+        """Load from any source of named tensors.
+
+        Raises:
+            ConfigError: the configuration is inconsistent.
+            LayoutError: tensors are missing, unexpected or misshapen.
+        """
+        parts = V41Parts.of(raw, options.block_size)
+        loader = WeightLoader(
+            reader,
+            parts.config,
+            parts.schedule,
+            dtype=options.dtype,
+            device=options.device,
+            keep_fp4=keeps_fp4(parts.config, parts.schedule, options.dtype),
+        )
+        return cls(parts, loader.load(), options, token_map, decoder_replay)
+
+    @property
+    def counters(self) -> Counters:
+        """Work done since the start."""
+        return self.backbone.counters
+
+    def allocate_cache(self, num_blocks: Mapping[str, int]) -> V41Cache:
+        """Allocate the pools, `num_blocks[group.name]` blocks each."""
+        return allocate(self.spec, num_blocks, self.options.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: V41Cache) -> Tensor:
+        """See `Model.forward`. Prompt rows pass the decoder layers only as far as the window needs (`decoder_replay`)."""
+        result = self.backbone.forward(batch, cache)
+        if self.draft is not None:
+            self.draft.write_context(result, cache)
+        return result.hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, d] to logits, float32 [n, vocab]; computed in float32."""
+        return functional.linear(hidden.float(), self.weights.head)
+
+
+def facts_of(parts: V41Parts, options: ModelOptions) -> ModelFacts:
+    config = parts.config
+    return ModelFacts(
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        weight_bytes=dense_weight_bytes(config, parts.schedule, options.dtype),
+        workspace_bytes=workspace_bytes(config, options),
+        cache_groups=parts.spec.groups(),
+        checkpoint_dtype=config.dtype,
+    )
