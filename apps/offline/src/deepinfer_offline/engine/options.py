@@ -26,7 +26,8 @@ def parse_bytes(text: str) -> int:
     """Read a size as people write it.
 
     Args:
-        text: `"4GiB"`, `"512 MB"`, `"1.5g"` or plain bytes. `KiB` is 1024 bytes and `KB` is 1000; a bare letter is binary.
+        text: `"4GiB"`, `"512 MB"`, `"1.5g"` or plain bytes. `KiB` is 1024 bytes and `KB` is 1000; a bare letter is
+            binary.
 
     Returns:
         The size in bytes.
@@ -73,6 +74,8 @@ class EngineOptions:
         seed: where the random numbers of requests without a seed of their own start.
         tensor_parallel_size: devices that share each layer.
         data_parallel_size: copies of the model.
+        expert_parallel: spread the experts of a mixture over the devices instead of splitting each.
+        engine_args: further (name, value) pairs that go to the engine as they are; only vLLM takes any.
 
     Raises:
         OptionsError: a value is outside what its option allows.
@@ -94,6 +97,8 @@ class EngineOptions:
     seed: int = 0
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    expert_parallel: bool = False
+    engine_args: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -1,0 +1,91 @@
+"""JSON in and out: strict when it reads, always valid when it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from deepinfer_offline.job.errors import LineError, show
+
+try:
+    import orjson
+except ImportError:  # the standard library writes the same bytes, only slower
+    orjson = None
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+def dumps(value: Any) -> bytes:
+    """Write JSON as UTF-8 without spaces and without a newline. The caller keeps NaN and infinities out."""
+    if orjson is not None:
+        try:
+            return orjson.dumps(value)
+        except TypeError:  # integers over 64 bits
+            pass
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def loads(raw: bytes) -> Any:
+    """Read JSON that this program wrote."""
+    return json.loads(raw) if orjson is None else orjson.loads(raw)
+
+
+def decode_line(raw: bytes) -> Any:
+    """Read one input line.
+
+    Args:
+        raw: the line without its newline.
+
+    Returns:
+        The JSON value.
+
+    Raises:
+        LineError: not UTF-8, not JSON, nested too deeply, an object with the same key twice, NaN or an infinity, or
+            half of a surrogate pair. All of these are read differently by different JSON libraries.
+    """
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{raw[error.start]:02x} at column {error.start + 1}"
+        raise LineError(f"the line is not UTF-8: {found}", code="invalid_encoding") from None
+    try:
+        value = _DECODER.decode(text)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except _DuplicateKeyError as error:
+        raise LineError(
+            f"the key {show(error.args[0])} appears twice in one object", code="duplicate_key", param=str(error.args[0])
+        ) from None
+    except RecursionError:
+        raise LineError("the line is nested too deeply", code="invalid_json") from None
+    except UnicodeEncodeError:
+        raise LineError("a string holds half of a surrogate pair, which is no character", code="invalid_json") from None
+    except json.JSONDecodeError as error:
+        where = f"at column {error.colno}" if error.lineno == 1 else f"at character {error.pos + 1}"
+        raise LineError(f"the line is not valid JSON: {error.msg} {where}", code="invalid_json") from None
+    except ValueError as error:  # integers of more digits than Python converts, NaN
+        raise LineError(f"the line is not valid JSON: {error}", code="invalid_json") from None
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _DuplicateKeyError(key)
+            seen.add(key)
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)

@@ -1,0 +1,43 @@
+"""The two ways a job goes wrong: one line of it, or all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHOWN = 80  # characters of an offending value that a message repeats
+
+
+class LineError(ValueError):
+    """One input line cannot be answered as asked. It is answered with this error; the other lines go on.
+
+    Attributes:
+        message: one sentence that names the parameter, its value and what is allowed. The line number is added later.
+        code: machine-readable reason.
+        param: where in the request body the fault is, e.g. `messages[2].role`, or None.
+        status: the HTTP status of the answer, 400..499.
+    """
+
+    def __init__(self, message: str, *, code: str = "invalid_value", param: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+        self.status = status
+
+
+class JobError(RuntimeError):
+    """The job cannot start or cannot go on. The message is one sentence for the user."""
+
+
+class JobStopped(Exception):  # noqa: N818 - the user wanted it: no error
+    """The user interrupted the job; what was answered is in the journal."""
+
+
+def show(value: Any) -> str:
+    """Write an offending value for a message: its JSON-like form, cut to a readable length."""
+    text = {True: "true", False: "false", None: "null"}[value] if _is_word(value) else repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
+
+def _is_word(value: Any) -> bool:
+    return value is None or isinstance(value, bool)

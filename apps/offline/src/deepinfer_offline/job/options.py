@@ -1,0 +1,86 @@
+"""What a user may choose about a job."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepinfer_offline.engine.options import EngineOptions, OptionsError
+from deepinfer_offline.job.codec import dumps
+
+ORDERS = ("prefix", "input")
+_WEIGHTS = {".safetensors", ".gguf", ".json", ".jinja", ".model"}
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """How to run a job.
+
+    Attributes:
+        input: a path, or `-` for standard input.
+        output: where results go.
+        engine: how to build the engine.
+        order: `prefix` runs requests that share a prompt prefix together; `input` keeps the input's order. OUTPUT is in
+            input order either way.
+        report: where to write the report, or None.
+        retry_errors: answer again the lines that were answered with an error.
+        fresh: throw away what an earlier run with this OUTPUT answered.
+        quiet: print nothing but errors.
+        served_names: further model names that lines may ask for.
+
+    Raises:
+        OptionsError: a value is outside what its option allows.
+    """
+
+    input: str
+    output: Path
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    order: str = "prefix"
+    report: Path | None = None
+    retry_errors: bool = False
+    fresh: bool = False
+    quiet: bool = False
+    served_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise OptionsError(f"--order {self.order!r} is not one of {', '.join(ORDERS)}")
+        if self.retry_errors and self.fresh:
+            raise OptionsError("--retry-errors keeps good answers and --fresh throws them away; give one of them")
+
+    @property
+    def journal(self) -> Path:
+        """The journal's place."""
+        return self.output.with_name(self.output.name + ".journal")
+
+    def answer_options(self) -> dict[str, str | int]:
+        """The options that shape answers, by flag. A job goes on only with the same ones.
+
+        What only changes speed or memory is not among them, so that a run that ran out of memory can go on with less.
+        """
+        engine = self.engine
+        shaping = {"model": _model_identity(engine.model), "engine": engine.engine, "device": engine.device}
+        return {**shaping, "dtype": engine.dtype, "seed": engine.seed, "max-model-len": engine.max_model_len or 0}
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change when an option that shapes answers does."""
+        return hashlib.blake2b(dumps(self.answer_options()), digest_size=8).hexdigest()
+
+    def names(self) -> tuple[str, ...]:
+        """Model names that lines may ask for, besides the engine's own."""
+        path = Path(self.engine.model)
+        return (self.engine.model, path.name, path.stem if path.suffix == ".gguf" else path.name, *self.served_names)
+
+
+def _model_identity(model: str) -> str:
+    """The model's name, and for files on this machine a digest of their names and sizes (not their place)."""
+    path = Path(model)
+    if not path.exists():
+        return model
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _WEIGHTS and f.is_file())
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        digest.update(f"{file.name} {os.path.getsize(file)}\n".encode())
+    return f"{path.name}#{digest.hexdigest()}"

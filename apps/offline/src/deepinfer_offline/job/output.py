@@ -1,0 +1,135 @@
+"""OUTPUT: written in input order from the journal, and there only when it is whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepinfer_offline.job.answer import OK, copy_answer, line_id
+from deepinfer_offline.job.codec import loads
+from deepinfer_offline.job.errors import JobError, LineError
+from deepinfer_offline.job.journal import Journal
+from deepinfer_offline.job.lines import Line, read_lines
+from deepinfer_offline.job.request import name_of, read_object
+from deepinfer_offline.job.scan import JobIndex
+
+_BUFFER = 1 << 20
+_TICK = 4096
+
+
+@dataclass(slots=True)
+class Written:
+    """What an OUTPUT holds."""
+
+    answered: int = 0
+    failed: int = 0
+    copied: int = 0
+
+
+def write_output(
+    path: Path, journal: Journal, index: JobIndex, lines: Iterator[Line], job: str, progress: Callable[[int], None]
+) -> Written:
+    """Write OUTPUT beside its place, flush it, move it into place.
+
+    Args:
+        path: OUTPUT.
+        journal: holds an answer for every record that copies none.
+        index: of the first pass.
+        lines: INPUT from its start; read only if some record copies another one's answer.
+        job: fingerprint that answers' ids are made with.
+        progress: called now and then with the number of lines written.
+
+    Raises:
+        JobError: the disk is full or failed. The journal is left as it is.
+    """
+    partial = path.with_name(path.name + ".partial")
+    written = Written()
+    done = journal.answered()
+    copies = bool((~done).any())
+    try:
+        with partial.open("wb", buffering=_BUFFER) as stream:
+            for record in range(len(index)):
+                line = next(lines) if copies else None
+                result, status = _answer(record, line, journal, index, job)
+                stream.write(result + b"\n")
+                written.copied += not done[record]
+                written.answered += status == OK
+                written.failed += status != OK
+                if record % _TICK == 0:
+                    progress(record)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise JobError(
+            f"cannot write {error.filename or partial}: {error.strerror}; every answer is kept in {journal.path}"
+        ) from error
+    return written
+
+
+def read_finished(path: Path, lines: Iterator[Line], job: str) -> Iterator[tuple[int, bytes]]:
+    """Read an OUTPUT that an earlier run finished.
+
+    Args:
+        path: OUTPUT.
+        lines: INPUT from its start.
+        job: fingerprint that the ids in OUTPUT must be made with.
+
+    Yields:
+        For each record the status (0: no response) and the OUTPUT line.
+
+    Raises:
+        JobError: OUTPUT does not answer this INPUT with this model and these options, line by line.
+    """
+    results = read_lines(path)
+    for number, line in enumerate(lines, start=1):
+        result = next(results, None)
+        status = _status(result.raw, line_id(job, line)) if result is not None else None
+        if result is None or status is None:
+            raise JobError(
+                f"{path} exists and is not this job's result (line {number} does not answer line {line.number} of the "
+                "input with this model and these options); choose another output, or replace it with --fresh"
+            )
+        yield status, result.raw
+    if next(results, None) is not None:
+        raise JobError(
+            f"{path} exists and has more lines than the input; choose another output, or replace it with --fresh"
+        )
+
+
+def _status(raw: bytes, key: str) -> int | None:
+    try:
+        value = loads(raw)
+        if value["id"] != f"batch_req_{key}":
+            return None
+        return value["response"]["status_code"] if value["response"] is not None else 0
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _answer(record: int, line: Line | None, journal: Journal, index: JobIndex, job: str) -> tuple[bytes, int]:
+    if journal.length[record]:
+        return journal.result(record), int(journal.status[record])
+    assert line is not None, f"record {record} has no answer"
+    original = int(index.same_answer[record])
+    assert original >= 0, f"record {record} has no answer"
+    assert journal.length[original], f"record {original} has no answer to copy"
+    try:
+        custom_id = name_of(read_object(line))
+    except LineError as error:
+        raise JobError("the input changed while it was read; run the command again with --fresh") from error
+    result = copy_answer(
+        journal.result(original), int(index.numbers[original]), line.number, line_id(job, line), custom_id
+    )
+    return result, int(journal.status[original])
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,221 @@
+"""A whole job, from INPUT to OUTPUT."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from deepinfer_offline.engine.base import Engine
+from deepinfer_offline.engine.options import EngineOptions
+from deepinfer_offline.job.answer import OK, Stamp
+from deepinfer_offline.job.errors import JobError, JobStopped
+from deepinfer_offline.job.feed import Feed
+from deepinfer_offline.job.journal import Journal
+from deepinfer_offline.job.lock import open_locked
+from deepinfer_offline.job.loop import JobLoop, Tally
+from deepinfer_offline.job.options import JobOptions
+from deepinfer_offline.job.output import read_finished, write_output
+from deepinfer_offline.job.places import check_places
+from deepinfer_offline.job.prepare import Preparer
+from deepinfer_offline.job.progress import Reporter
+from deepinfer_offline.job.report import Facts
+from deepinfer_offline.job.scan import JobIndex, scan
+from deepinfer_offline.job.source import Source
+from deepinfer_offline.job.stop import StopFlag
+from deepinfer_offline.job.window import WindowMaker
+from deepinfer_offline.job.work import Work
+
+MakeEngine = Callable[[EngineOptions], Engine]
+
+
+class Job:
+    """One run of a job.
+
+    Args:
+        options: what to do.
+        make_engine: builds the engine; called only if there is something to compute.
+        reporter: is told what happens.
+    """
+
+    def __init__(self, options: JobOptions, make_engine: MakeEngine, reporter: Reporter) -> None:
+        self.facts = Facts(options.input, str(options.output), options=_shown(options))
+        self._options = options
+        self._make_engine = make_engine
+        self._reporter = reporter
+
+    def run(self) -> Facts:
+        """Do the job.
+
+        Returns:
+            What was done; OUTPUT is there.
+
+        Raises:
+            JobError: the job cannot start or go on; one sentence says why.
+            JobStopped: the user interrupted it; the journal keeps what is done.
+            EngineStartError: the engine cannot start.
+        """
+        options = self._options
+        check_places(options)
+        source = Source(options.input)
+        try:
+            if source.ignored_columns:
+                self._reporter.note(f"columns without a meaning here are ignored: {', '.join(source.ignored_columns)}")
+            with self._locked_journal() as journal:
+                self._run(source, journal)
+        finally:
+            source.close()
+        return self.facts
+
+    def _run(self, source: Source, journal: Journal) -> None:
+        options, facts = self._options, self.facts
+        with self._phase("reading"):
+            index = scan(source.lines(), self._reporter.update)
+            facts.records = len(index)
+            if self._is_finished(source, journal, index):
+                return
+            self._recover(journal, index)
+        if index.bad:
+            self._reporter.note(f"{index.bad:,} of {len(index):,} lines are wrong and will be answered with an error")
+        work = Work.of(index, journal)
+        if work.todo.any():
+            self._compute(source, journal, index, work)
+        with self._phase("writing", len(index)):
+            job = options.fingerprint()
+            written = write_output(options.output, journal, index, source.lines(), job, self._reporter.update)
+        facts.answered, facts.failed, facts.deduplicated = written.answered, written.failed, written.copied
+        facts.finished = True
+
+    def _is_finished(self, source: Source, journal: Journal, index: JobIndex) -> bool:
+        """Whether an earlier run finished this job and nothing is asked of this one."""
+        options, facts = self._options, self.facts
+        if options.fresh or not options.output.exists() or journal.read_header():
+            return False
+        job = options.fingerprint()
+        statuses = [status for status, _ in read_finished(options.output, source.lines(), job)]
+        failed = sum(status != OK for status in statuses)
+        if options.retry_errors and failed:
+            self._adopt(read_finished(options.output, source.lines(), job), journal, index)
+            return False
+        facts.resumed, facts.finished = len(statuses), True
+        facts.answered, facts.failed = len(statuses) - failed, failed
+        again = f"; {failed:,} failed, --retry-errors tries them again" if failed else ""
+        self._reporter.note(f"{options.output} is done already: {facts.answered:,} lines answered{again}")
+        return True
+
+    def _adopt(self, results: Iterator[tuple[int, bytes]], journal: Journal, index: JobIndex) -> None:
+        """Start a journal with the good answers of a finished OUTPUT."""
+        journal.start(self._header(index), len(index))
+        for record, (status, result) in enumerate(results):
+            if status == OK:
+                journal.append(record, status, result)
+        journal.sync()
+
+    def _recover(self, journal: Journal, index: JobIndex) -> None:
+        """Take over what an earlier run answered. A new journal is not written before the engine stands."""
+        options = self._options
+        old = {} if options.fresh else journal.read_header()
+        if not old:
+            journal.allocate(len(index))
+            return
+        _check_same(old, self._header(index), options)
+        self.facts.resumed = journal.recover(len(index))
+        if options.retry_errors:
+            self.facts.resumed -= journal.forget(lambda status: status != OK)
+        if journal.damaged:
+            self._reporter.note(f"{journal.damaged} damaged journal lines are dropped; their requests run again")
+        if self.facts.resumed:
+            self._reporter.note(f"going on: {self.facts.resumed:,} of {len(index):,} lines were answered before")
+
+    def _compute(self, source: Source, journal: Journal, index: JobIndex, work: Work) -> None:
+        options, facts = self._options, self.facts
+        with self._phase("loading model"):
+            engine = self._make_engine(options.engine)
+        try:
+            facts.info = info = engine.info
+            if not journal.header or options.fresh:
+                journal.start(self._header(index), len(index))
+            stamp = Stamp(options.fingerprint(), info.model, int(journal.header["created"]))
+            preparer = Preparer(info, engine.tokenizer, (info.model, *options.names()), options.engine.seed)
+            by_prefix = options.order == "prefix"
+            maker = WindowMaker(index, work.todo, stamp, preparer, block_size=info.block_size, by_prefix=by_prefix)
+            facts.bound = maker.bound
+            with self._phase("running", len(index)):
+                feed = Feed(maker.windows, source.lines())
+                try:
+                    self._loop(JobLoop(engine, feed, journal, stamp, work.lines), engine, work.done)
+                finally:
+                    feed.close()
+        finally:
+            facts.stats = engine.stats()
+            engine.close()
+
+    def _loop(self, loop: JobLoop, engine: Engine, done: int) -> None:
+        self.facts.tally = loop.tally
+        with StopFlag() as stop:
+
+            def each_step(tally: Tally) -> bool:
+                stats = engine.stats()
+                self._reporter.update(
+                    done + tally.lines,
+                    tokens=stats.computed_prompt_tokens + stats.cached_tokens + stats.generated_tokens,
+                    hit_rate=stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else None,
+                    failed=tally.refused + tally.failed,
+                )
+                return not stop.is_set
+
+            if not loop.run(each_step):
+                raise JobStopped
+
+    def _header(self, index: JobIndex) -> dict[str, Any]:
+        created = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
+        return {
+            "created": created,
+            "input": index.digest,
+            "records": len(index),
+            "options": self._options.answer_options(),
+        }
+
+    @contextmanager
+    def _phase(self, name: str, total: int | None = None) -> Generator[None]:
+        self._reporter.phase(name, total)
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.facts.seconds[name] = time.monotonic() - start
+
+    @contextmanager
+    def _locked_journal(self) -> Generator[Journal]:
+        """The journal; it is removed at the end if OUTPUT is there or if it holds nothing."""
+        path = self._options.journal
+        fd = open_locked(path, self._options.output)
+        try:
+            yield Journal(path, fd)
+        finally:
+            if self.facts.finished or os.fstat(fd).st_size == 0:
+                path.unlink(missing_ok=True)
+            os.close(fd)
+
+
+def _check_same(old: dict[str, Any], new: dict[str, Any], options: JobOptions) -> None:
+    """Refuse to go on with a journal of another job."""
+    journal = options.journal
+    way_out = "run with what it was begun with, choose another output, or start over with --fresh"
+    if old.get("input") != new["input"]:
+        raise JobError(f"the input changed since {journal} was begun; start over with --fresh or choose another output")
+    before, now = old.get("options") or {}, new["options"]
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            raise JobError(
+                f"{journal} was begun with --{name} {before.get(name)} and this is {now.get(name)}; {way_out}"
+            )
+
+
+def _shown(options: JobOptions) -> dict[str, Any]:
+    engine = {name: getattr(options.engine, name) for name in options.engine.__slots__}
+    shown = {**engine, "order": options.order, "retry_errors": options.retry_errors, "fresh": options.fresh}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in shown.items()}
