@@ -1,0 +1,107 @@
+"""The forward of Llama-family models: SmolLM2, Llama 2/3, Qwen2.5 and Qwen3 (dense)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepinfer_offline.models.base import CacheGroup, ForwardBatch, ModelFacts, ModelOptions
+from deepinfer_offline.models.llama.config import LlamaConfig
+from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer
+from deepinfer_offline.models.llama.weights import EMBED, HEAD, NORM, expected_shapes, read_layers
+from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
+from deepinfer_offline.ops.rope import rope_table
+from deepinfer_offline.weights.source import ModelSource
+
+
+@dataclass(slots=True)
+class LlamaCache:
+    """One opaque cache a layer; its layout belongs to the attention provider."""
+
+    layers: list[Any]
+
+
+class LlamaModel:
+    """A loaded Llama-family model. See `deepinfer_offline.models.base.Model`."""
+
+    def __init__(self, config: LlamaConfig, options: ModelOptions, top: dict[str, torch.Tensor], ops: LayerOps) -> None:
+        self.config, self.options, self.ops = config, options, ops
+        self.facts = LlamaModel._facts(config, options)
+        self.embedding = top[EMBED]
+        self.norm = top[NORM]
+        self.head = ops.linear(top.get(HEAD, top[EMBED]), None)
+        self.layers: list[LlamaLayer] = []
+        self.rope = rope_table(config.rope, options.max_model_len + 1, options.device)
+
+    @classmethod
+    def describe(cls, config: Mapping[str, Any], options: ModelOptions) -> ModelFacts:
+        return cls._facts(LlamaConfig.parse(config), options)
+
+    @classmethod
+    def load(cls, source: ModelSource, options: ModelOptions) -> LlamaModel:
+        config = LlamaConfig.parse(source.config)
+        ops = LayerOps.select(attention_shape(config, options))
+        with torch.inference_mode():
+            top, layers = read_layers(source, config, options.dtype)
+            model = cls(config, options, {name: t.to(options.device) for name, t in top.items()}, ops)
+            del top
+            for layer in layers:
+                model.layers.append(LlamaLayer.build(layer, config, ops, options.device))
+        return model
+
+    def allocate_cache(self, num_blocks: Mapping[str, int]) -> LlamaCache:
+        return LlamaCache([self.ops.attention.allocate(num_blocks[GROUP]) for _ in self.layers])
+
+    def forward(self, batch: ForwardBatch, cache: LlamaCache) -> torch.Tensor:
+        prepared = self.ops.attention.prepare(batch, self.rope)
+        hidden = self.embedding[batch.token_ids]
+        for layer, layer_cache in zip(self.layers[:-1], cache.layers, strict=False):
+            hidden = layer(hidden, layer_cache, prepared)
+        hidden = self.layers[-1].last(hidden, cache.layers[-1], prepared, self._wanted(batch))
+        return self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden).float()
+
+    def _wanted(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Token rows that leave the last layer; None for all of them, in order."""
+        return None if len(batch.host.logit_rows) == len(batch.token_ids) else batch.logit_rows
+
+    @staticmethod
+    def _facts(config: LlamaConfig, options: ModelOptions) -> ModelFacts:
+        size = options.dtype.itemsize
+        shapes = expected_shapes(config)
+        weights = sum(_count(shape) for shape in shapes.values()) * size
+        if config.tie_embeddings:
+            weights += _count(shapes[EMBED]) * size  # packed again as the output head
+        tokens, rows = options.max_step_tokens, options.max_running
+        widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
+        workspace = tokens * widths * size + rows * config.vocab_size * (4 + size) * 2
+        shape = attention_shape(config, options)
+        group = CacheGroup(GROUP, "prefix", options.block_size, shape.block_bytes * config.num_layers)
+        return ModelFacts(
+            config.model_type, config.vocab_size, config.max_positions, weights, workspace, (group,), config.dtype
+        )
+
+
+def attention_shape(config: LlamaConfig, options: ModelOptions) -> AttentionShape:
+    """The attention that this model needs."""
+    return AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=options.block_size,
+        dtype=options.dtype,
+        device=options.device,
+        norm_eps=config.rms_norm_eps,
+    )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,105 @@
+"""Which implementation serves an op on a device, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SupportFn = Callable[[str, torch.dtype], str | None]
+"""(device, dtype) -> None if the provider serves it there, else the reason why not."""
+
+_BANDS = {"portable": 0, "library": 100, "kernel": 200, "plugin": 300}
+
+
+class OpRegistryError(ValueError):
+    """A provider is registered twice, or an op has no provider for a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """One implementation of an op.
+
+    Attributes:
+        op: the op's name.
+        name: who provides it, unique within the op.
+        band: `portable` (right everywhere), `library` (e.g. oneDNN), `kernel` (our own), `plugin`; later bands win.
+        is_supported: asks whether it serves a device and dtype. Must not compile or allocate anything large.
+        load: returns the implementation; called once the provider is chosen.
+    """
+
+    op: str
+    name: str
+    band: str
+    is_supported: SupportFn
+    load: Callable[[], Any]
+
+    def __post_init__(self) -> None:
+        if self.band not in _BANDS:
+            raise OpRegistryError(f"provider {self.name!r}: band {self.band!r} is not one of {', '.join(_BANDS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """A row of the capability table: `reason` is None for a provider that can serve the op."""
+
+    op: str
+    provider: str
+    reason: str | None
+    chosen: bool
+
+
+class OpRegistry:
+    """Providers by op. Filled at import, read when a model is built."""
+
+    def __init__(self) -> None:
+        self._providers: dict[str, list[Provider]] = {}
+
+    def register(self, provider: Provider) -> None:
+        """Add a provider. Raises OpRegistryError if the op has one of that name."""
+        known = self._providers.setdefault(provider.op, [])
+        if any(other.name == provider.name for other in known):
+            raise OpRegistryError(f"op {provider.op!r} already has a provider {provider.name!r}")
+        known.append(provider)
+        known.sort(key=lambda p: -_BANDS[p.band])
+
+    def select(self, op: str, device: str, dtype: torch.dtype) -> Provider:
+        """The best provider of an op for a device and dtype.
+
+        Raises:
+            OpRegistryError: no provider serves it; the message has every provider's reason.
+        """
+        reasons = []
+        for provider in self._known(op):
+            reason = provider.is_supported(device, dtype)
+            if reason is None:
+                return provider
+            reasons.append(f"{provider.name}: {reason}")
+        raise OpRegistryError(f"op {op!r} on {device} in {dtype}: " + "; ".join(reasons))
+
+    def capabilities(self, device: str, dtype: torch.dtype) -> list[Capability]:
+        """The capability table: every provider of every op, the chosen one first."""
+        rows = []
+        for op in sorted(self._providers):
+            chosen = False
+            for provider in self._known(op):
+                reason = provider.is_supported(device, dtype)
+                rows.append(Capability(op, provider.name, reason, reason is None and not chosen))
+                chosen = chosen or reason is None
+        return rows
+
+    def _known(self, op: str) -> list[Provider]:
+        if op not in self._providers:
+            raise OpRegistryError(f"no op {op!r}; there are {', '.join(sorted(self._providers))}")
+        return self._providers[op]
+
+
+registry = OpRegistry()
+"""The process-wide table that `deepinfer doctor` prints."""
+
+
+def anywhere(_device: str, _dtype: torch.dtype) -> str | None:
+    """`is_supported` of a provider that is right on every device."""
+    return None
