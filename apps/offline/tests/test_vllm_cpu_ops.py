@@ -1,3 +1,4 @@
+import pytest
 import torch
 from deepinfer_offline.engine.vllm.cpu import ops, plugin
 
@@ -46,3 +47,20 @@ def test_plugin_leaves_a_cpu_build_alone(monkeypatch):
     monkeypatch.setattr(plugin, "ACCELERATOR_NODES", ())
     monkeypatch.setattr(plugin, "version", lambda name: "0.33.0+cpu")
     assert "CPU build" in plugin.reason_not_to_serve()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_kept_weights_multiply_like_float64(dtype, with_bias):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((5, 48), (32, 48)))
+    bias = torch.randn(32, generator=generator).to(dtype) if with_bias else None
+    handle = ops.create_linear(weight.t(), 32)
+    out = torch.full((5, 32), torch.nan, dtype=dtype)
+    ops.linear(out, x, bias, torch.tensor(handle))
+    exact = x.double() @ weight.double().t() + (bias.double() if with_bias else 0)
+    # One rounding of the result to its type: 2^-8 for bfloat16; float32 sums 48 products.
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    ops.release_linear(handle)
+    with pytest.raises(KeyError):
+        ops.linear(out, x, bias, torch.tensor(handle))

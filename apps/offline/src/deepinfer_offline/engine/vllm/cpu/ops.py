@@ -47,7 +47,46 @@ def compute_slot_mapping(
     slot_mapping[num_tokens:].fill_(PAD_SLOT)
 
 
+_linears: dict[int, tuple[torch.Tensor, bool]] = {}  # handle -> weight and whether oneDNN has packed it
+
+
+def create_linear(weight: torch.Tensor, cache_size: int) -> int:
+    """Keep a weight for `linear` and return its handle.
+
+    A bfloat16 weight is laid out once for oneDNN's AVX-512 or AMX kernels; torch would do it anew at every call.
+
+    Args:
+        weight: [in, out], any strides.
+        cache_size: shapes whose plans vLLM's op would keep; oneDNN keeps its own here.
+    """
+    weight = weight.t().contiguous()
+    packed = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if packed:
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    handle = max(_linears, default=0) + 1
+    _linears[handle] = (weight, packed)
+    return handle
+
+
+def linear(output: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, handle: torch.Tensor) -> None:
+    """Write x @ weight + bias into `output`: x [n, in], output [..., out], the weight that `handle` names."""
+    weight, packed = _linears[int(handle)]
+    if packed:
+        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    else:
+        y = torch.nn.functional.linear(x, weight, bias)
+    output.copy_(y.view_as(output))
+
+
+def release_linear(handle: int) -> None:
+    """Forget a weight."""
+    _linears.pop(handle, None)
+
+
 _SCHEMAS = {
+    "create_onednn_mm_handler(Tensor weight, int cache_size) -> int": create_linear,
+    "onednn_mm(Tensor(a!) output, Tensor x, Tensor? bias, Tensor handle) -> ()": linear,
+    "release_dnnl_matmul_handler(int handle) -> ()": release_linear,
     "init_cpu_memory_env(int[] nodes) -> ()": init_cpu_memory_env,
     "greedy_argmax(Tensor logits) -> Tensor": greedy_argmax,
     "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
