@@ -1,0 +1,222 @@
+"""Composes a native engine from the user's options."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepinfer_cache import CacheConfig, CacheManager
+from deepinfer_offline.engine.base import EngineInfo, EngineStartError
+from deepinfer_offline.engine.native.engine import NativeEngine, Parts
+from deepinfer_offline.engine.native.memory import CachePlan, choose_kv_bytes, paged_groups, plan_cache
+from deepinfer_offline.engine.native.runner import ModelRunner
+from deepinfer_offline.engine.options import EngineOptions, format_bytes
+from deepinfer_offline.engine.structured import GrammarCompiler
+from deepinfer_offline.models.base import Model, ModelOptions
+from deepinfer_offline.models.registry import model_class
+from deepinfer_offline.sampling import Sampler, SamplingTable
+from deepinfer_sched import SchedConfig, Scheduler
+
+if TYPE_CHECKING:
+    from deepinfer_offline.text.tokenizer import Tokenizer
+    from deepinfer_offline.weights.source import ModelSource
+
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """Sizes that suit a kind of device: enough rows to use it, steps short enough to keep decoding smooth."""
+
+    max_running: int
+    max_step_tokens: int
+
+
+_DEFAULTS = {"cpu": _Defaults(64, 1024), "cuda": _Defaults(256, 8192), "npu": _Defaults(256, 8192)}
+
+
+def build_native(options: EngineOptions, source: ModelSource, tokenizer: Tokenizer | None) -> NativeEngine:
+    """Load the model and build everything around it.
+
+    Raises:
+        EngineStartError: too little memory, an option this model cannot have, unreadable weights.
+    """
+    _check_supported(options)
+    device = choose_device(options.device)
+    kind = model_class(source.model_type)
+    asked, plan = _plan(options, source, kind, device)
+    model = kind.load(source, asked)
+    return _compose(options, source, tokenizer, model, plan)
+
+
+def choose_device(wanted: str) -> str:
+    """The torch device for `auto`, `cpu`, `cuda` or `npu`. Raises EngineStartError if it is not there."""
+    cuda = torch.cuda.is_available()
+    npu = _npu_available() if wanted in ("npu", "auto") and not cuda else False
+    found = {"cuda": cuda, "npu": npu, "cpu": True}
+    if wanted == "auto":
+        wanted = next(name for name, there in found.items() if there)
+    elif not found[wanted]:
+        raise EngineStartError(f"--device {wanted}: no {wanted} device is visible here; use --device cpu")
+    return "cpu" if wanted == "cpu" else f"{wanted}:0"
+
+
+def choose_dtype(wanted: str, device: str, checkpoint: str) -> torch.dtype:
+    """`auto` keeps float32 checkpoints, and takes bfloat16 where the device multiplies it fast."""
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    if checkpoint == "float32" and device != "cpu":
+        return torch.float32
+    return torch.bfloat16 if device != "cpu" or _cpu_has_bfloat16() else torch.float32
+
+
+def _plan(
+    options: EngineOptions, source: ModelSource, kind: type[Model], device: str
+) -> tuple[ModelOptions, CachePlan]:
+    """Resolve every `auto`, and fit the cache into memory; nothing large is allocated."""
+    defaults = _DEFAULTS[device.partition(":")[0]]
+    running = options.max_running or defaults.max_running
+    step_tokens = max(options.max_tokens_per_step or defaults.max_step_tokens, running)
+    wanted = ModelOptions(
+        device=device,
+        dtype=torch.float32 if options.dtype == "float32" else torch.bfloat16,
+        max_model_len=options.max_model_len or 1 << 20,
+        max_running=running,
+        max_step_tokens=step_tokens,
+        block_size=options.block_size or getattr(kind, "default_block_size", _BLOCK_SIZE),
+    )
+    facts = kind.describe(source.config, wanted)
+    dtype = choose_dtype(options.dtype, device, facts.checkpoint_dtype)
+    length = _model_len(options.max_model_len, facts.max_positions, source.name)
+    resolved = replace(wanted, dtype=dtype, max_model_len=length)
+    facts = kind.describe(source.config, resolved)
+    kv_bytes = choose_kv_bytes(facts, device, options.kv_memory)
+    plan = plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved))
+    if plan.tokens >= length:
+        return resolved, plan
+    if options.max_model_len is not None:
+        raise EngineStartError(
+            f"max_model_len {length} does not fit: {format_bytes(plan.num_bytes)} of KV memory hold {plan.tokens} tokens"
+        )
+    resolved = replace(resolved, max_model_len=plan.tokens)
+    return resolved, plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved))
+
+
+def _limits(options: EngineOptions, groups: tuple[Any, ...], resolved: ModelOptions) -> CacheConfig:
+    return CacheConfig(
+        groups=paged_groups(groups),
+        num_pages=1,
+        max_running=resolved.max_running,
+        max_model_len=resolved.max_model_len,
+        max_tokens_per_step=resolved.max_step_tokens,
+        max_in_flight=_ahead(options),
+        enable_prefix_cache=options.enable_prefix_caching,
+    )
+
+
+def _compose(
+    options: EngineOptions, source: ModelSource, tokenizer: Tokenizer | None, model: Model, plan: CachePlan
+) -> NativeEngine:
+    asked, facts = model.options, model.facts
+    cache = CacheManager(plan.config)
+    table = SamplingTable(asked.max_running)
+    blocks = {group.name: cache.num_blocks(group.name) for group in facts.cache_groups}
+    threads = torch.get_num_threads() if options.async_scheduling else 0
+    scheduler = Scheduler(
+        SchedConfig(
+            max_running=asked.max_running,
+            max_tokens_per_step=asked.max_step_tokens,
+            max_model_len=asked.max_model_len,
+            max_in_flight=_ahead(options),
+        ),
+        cache,
+    )
+    parts = Parts(
+        runner=ModelRunner(model, blocks, cache.block_table, Sampler(table), threads=threads),
+        scheduler=scheduler,
+        cache=cache,
+        table=table,
+        tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer, facts.vocab_size),
+        info=_info(source, model, plan),
+        seed=options.seed,
+        ahead=_ahead(options),
+    )
+    return NativeEngine(parts)
+
+
+def _info(source: ModelSource, model: Model, plan: CachePlan) -> EngineInfo:
+    return EngineInfo(
+        engine="native",
+        model=source.name,
+        device=_device_name(model.options.device),
+        dtype=str(model.options.dtype).removeprefix("torch."),
+        max_model_len=model.options.max_model_len,
+        vocab_size=model.facts.vocab_size,
+        kv_tokens=plan.tokens,
+        kv_bytes=plan.num_bytes,
+        weight_bytes=model.facts.weight_bytes,
+        block_size=plan.config.page_size,
+    )
+
+
+def _check_supported(options: EngineOptions) -> None:
+    """Refuse what this engine does not do, instead of doing something else silently."""
+    parallel: Mapping[str, int] = {
+        "tensor-parallel-size": options.tensor_parallel_size,
+        "data-parallel-size": options.data_parallel_size,
+    }
+    for name, size in parallel.items():
+        if size > 1:
+            raise EngineStartError(f"--{name} {size}: the native engine runs on one device; use --engine vllm")
+    if options.engine_args:
+        names = ", ".join(name for name, _ in options.engine_args)
+        raise EngineStartError(f"--engine-arg {names}: the native engine takes none; use --engine vllm")
+    if options.speculative not in ("off", "auto"):
+        raise EngineStartError(f"--speculative {options.speculative}: the native engine does not draft for this model")
+    if options.kv_store is not None:
+        raise EngineStartError("--kv-store: the native engine does not keep KV blocks on disk yet")
+
+
+def _ahead(options: EngineOptions) -> int:
+    return 2 if options.async_scheduling else 1
+
+
+def _model_len(asked: int | None, largest: int, name: str) -> int:
+    if asked is not None and asked > largest:
+        raise EngineStartError(f"max_model_len {asked} is more than the {largest} positions that {name} was made for")
+    return asked or largest
+
+
+def _npu_available() -> bool:
+    try:
+        torch_npu = import_module("torch_npu")
+    except Exception:  # its import needs the vendor's driver libraries and fails in many ways
+        return False
+    return bool(torch_npu.npu.is_available())
+
+
+def _cpu_has_bfloat16() -> bool:
+    check = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(check and check())
+
+
+def _device_name(device: str) -> str:
+    if device != "cpu":
+        return f"{device} ({getattr(torch, device.partition(':')[0]).get_device_name(device)})"
+    return f"cpu ({_cpu_model()}, {torch.get_num_threads()} threads)"
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

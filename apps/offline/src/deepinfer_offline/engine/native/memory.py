@@ -1,0 +1,148 @@
+"""How much memory there is, and how many blocks of KV cache it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from deepinfer_cache import CacheConfig
+from deepinfer_cache import CacheGroup as PagedGroup
+from deepinfer_offline.engine.base import EngineStartError
+from deepinfer_offline.engine.options import format_bytes
+from deepinfer_offline.models.base import CacheGroup, ModelFacts
+
+_CPU_SHARE, _CPU_MOST = 0.5, 4 << 30  # of what is free: a laptop has other things to do
+_DEVICE_SHARE = 0.9
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(device: str) -> int:
+    """Memory that this process may still take on a device, in bytes."""
+    kind = device.partition(":")[0]
+    if kind == "cpu":
+        return min(_host_bytes(), _cgroup_bytes())
+    module = getattr(torch, kind)
+    free, _ = module.mem_get_info(device)
+    return int(free)
+
+
+def choose_kv_bytes(facts: ModelFacts, device: str, asked: int | None, loaded: int = 0) -> int:
+    """Bytes for the KV cache: what was asked if it is there, else a share of what the weights leave.
+
+    Args:
+        facts: the model.
+        device: where it runs.
+        asked: the user's choice, or None.
+        loaded: bytes of the weights that are loaded already.
+
+    Raises:
+        EngineStartError: it does not fit; the message says the bytes asked and there.
+    """
+    there = available_bytes(device)
+    needed = max(facts.weight_bytes - loaded, 0) + facts.workspace_bytes
+    if needed + (asked or 0) > there:
+        kv = f" and {format_bytes(asked)} for the KV cache" if asked else ""
+        raise EngineStartError(
+            f"too little memory on {device}: the model needs {format_bytes(needed)}{kv}, "
+            f"{format_bytes(there)} are there"
+        )
+    if asked is not None:
+        return asked
+    left = there - needed
+    return int(min(left * _CPU_SHARE, _CPU_MOST)) if device == "cpu" else int(left * _DEVICE_SHARE)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """A cache that fits its memory.
+
+    Attributes:
+        config: for `deepinfer_cache.CacheManager`.
+        tokens: positions that its prefix groups hold.
+        num_bytes: memory of all pools.
+    """
+
+    config: CacheConfig
+    tokens: int
+    num_bytes: int
+
+
+def plan_cache(groups: tuple[CacheGroup, ...], kv_bytes: int, limits: CacheConfig) -> CachePlan:
+    """Fill the memory with pages.
+
+    Args:
+        groups: what the model caches.
+        kv_bytes: memory for all groups together.
+        limits: everything but `num_pages`.
+
+    Raises:
+        EngineStartError: not even two pages beside the window and state groups.
+    """
+    page_size = limits.page_size
+    page_bytes = sum(g.bytes_per_block * (page_size // g.block_size) for g in groups if g.kind == "prefix")
+    fixed = sum(_fixed_bytes(group, paged, limits) for group, paged in zip(groups, limits.groups, strict=True))
+    pages = (kv_bytes - fixed) // page_bytes if page_bytes else limits.max_running * limits.max_pages + 1
+    if pages < 3:
+        raise EngineStartError(
+            f"{format_bytes(kv_bytes)} of KV memory are too little: {format_bytes(fixed + 3 * page_bytes)} are the least"
+        )
+    most = limits.max_running * limits.max_pages + _spare_pages(limits)
+    pages = min(pages, most + 1)
+    config = CacheConfig(
+        groups=limits.groups,
+        num_pages=pages - 1,  # page 0 exists besides them
+        max_running=limits.max_running,
+        max_model_len=limits.max_model_len,
+        max_tokens_per_step=limits.max_tokens_per_step,
+        max_in_flight=limits.max_in_flight,
+        enable_prefix_cache=limits.enable_prefix_cache,
+        eviction=limits.eviction,
+        strategy=limits.strategy,
+        num_layers=limits.num_layers,
+    )
+    return CachePlan(config, config.num_pages * page_size, fixed + pages * page_bytes)
+
+
+def paged_groups(groups: tuple[CacheGroup, ...]) -> tuple[PagedGroup, ...]:
+    """The model's groups as the cache manager sees them. Bytes stay here: `plan_cache` accounts for them."""
+    return tuple(PagedGroup(g.name, g.kind, g.block_size, window=g.window) for g in groups)
+
+
+def _spare_pages(limits: CacheConfig) -> int:
+    """Pages worth having beyond what all slots can hold: prefixes that nobody uses right now."""
+    return 16 * limits.max_running * limits.max_pages
+
+
+def _fixed_bytes(group: CacheGroup, paged: PagedGroup, limits: CacheConfig) -> int:
+    if group.kind == "window":
+        return (limits.window_blocks(paged) + 1) * group.bytes_per_block
+    return (limits.max_running + 1) * group.bytes_per_block if group.kind == "state" else 0
+
+
+def _host_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import os
+
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (ValueError, OSError, AttributeError):
+        return 4 << 30
+
+
+def _cgroup_bytes() -> int:
+    """What the container's limit leaves; a very large number without one."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
+        except (OSError, ValueError):
+            continue
+    return 1 << 62
