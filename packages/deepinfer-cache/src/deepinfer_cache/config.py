@@ -49,7 +49,14 @@ class CacheConfig:
         names = [group.name for group in self.groups]
         if not names or len(set(names)) != len(names):
             raise CacheConfigError(f"groups need distinct names and there must be one; got {names}")
-        for field in ("num_pages", "max_running", "max_model_len", "max_tokens_per_step", "max_in_flight", "num_layers"):
+        for field in (
+            "num_pages",
+            "max_running",
+            "max_model_len",
+            "max_tokens_per_step",
+            "max_in_flight",
+            "num_layers",
+        ):
             if getattr(self, field) < 1:
                 raise CacheConfigError(f"{field} {getattr(self, field)} must be at least 1")
         if self.eviction not in ("lru", "next-use"):

@@ -34,7 +34,7 @@ class LruEvictor:
     def __contains__(self, page: object) -> bool:
         return page in self._pages
 
-    def add(self, page: int, key: bytes) -> None:  # noqa: ARG002
+    def add(self, page: int, key: bytes) -> None:
         self._pages[page] = None
 
     def remove(self, page: int) -> None:

@@ -42,7 +42,9 @@ class CacheGroup:
                 f"group {self.name!r}: tokens_per_entry {self.tokens_per_entry} must divide block_size {self.block_size}"
             )
         if (self.kind == "window") != (self.window > 0):
-            raise CacheConfigError(f"group {self.name!r}: window {self.window} and kind {self.kind!r} do not fit together")
+            raise CacheConfigError(
+                f"group {self.name!r}: window {self.window} and kind {self.kind!r} do not fit together"
+            )
 
     @property
     def entries_per_block(self) -> int:

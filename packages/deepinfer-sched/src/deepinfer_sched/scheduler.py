@@ -384,7 +384,9 @@ class Scheduler:
         """Sequences of this step that end by stop or by length, preempted ones included."""
         state = self.state
         here = state.seq_ids[plan.slots] == plan.seq_ids
-        ends = np.where(here, state.length[plan.slots] >= state.limit[plan.slots], True)  # others are looked at one by one
+        ends = np.where(
+            here, state.length[plan.slots] >= state.limit[plan.slots], True
+        )  # others are looked at one by one
         if stops is not None:
             ends |= stops
         done = []
@@ -400,7 +402,11 @@ class Scheduler:
         """Make pages findable that were filled with generated tokens; their ids are known only now."""
         state, page_size = self.state, self.cache.page_size
         full = np.minimum(state.computed[slots], state.length[slots]) // page_size
-        due = (full > state.committed[slots]) & (state.seq_ids[slots] >= 0) & (state.computed[slots] >= state.target[slots])
+        due = (
+            (full > state.committed[slots])
+            & (state.seq_ids[slots] >= 0)
+            & (state.computed[slots] >= state.target[slots])
+        )
         for slot in slots[due].tolist():
             seq = self._by_slot[slot]
             pages = int(min(state.computed[slot], state.length[slot])) // page_size

@@ -51,12 +51,13 @@ def chain_ids(blocks: np.ndarray, counts: np.ndarray) -> np.ndarray:
     Returns:
         uint64 [total]: entry i of a request is a random linear form of its blocks 0 .. i, mixed.
     """
-    ends = np.cumsum(counts)
-    first = ends - counts
+    if not len(blocks):
+        return np.zeros(0, np.uint64)
+    first = np.cumsum(counts) - counts
     position = np.arange(len(blocks)) - np.repeat(first, counts)
     weights = _odd_numbers(int(counts.max(initial=0)), seed=2)
     sums = np.cumsum(_mix(blocks) * weights[position], dtype=np.uint64)
-    before = np.where(first > 0, sums[np.maximum(first, 1) - 1], np.uint64(0)) if len(sums) else sums
+    before = np.where(first > 0, sums[np.maximum(first, 1) - 1], np.uint64(0))
     return _mix(sums - np.repeat(before, counts) + position.astype(np.uint64))
 
 

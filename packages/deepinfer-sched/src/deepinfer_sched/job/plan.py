@@ -103,9 +103,7 @@ def plan_blocks(
     return _plan(chain_ids(flat, counts), counts, counts * block_size, block_size, outputs)
 
 
-def plan_windows(
-    requests: Iterable[TokenIds], window: int, *, block_size: int = 16
-) -> Iterator[tuple[int, JobPlan]]:
+def plan_windows(requests: Iterable[TokenIds], window: int, *, block_size: int = 16) -> Iterator[tuple[int, JobPlan]]:
     """Plan a job that is too large to be planned at once, `window` requests at a time.
 
     Yields:

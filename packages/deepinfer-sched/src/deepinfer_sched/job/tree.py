@@ -77,7 +77,8 @@ class _Builder:
         while len(rows):
             rows, groups = self._add_blocks(rows, groups, depth)
             depth += 1
-        return PrefixTree(*(column[: self.size].copy() for column in self.segments), self.leaves)
+        parents, depths, blocks, counts, levels, firsts = self.segments[:, : self.size].copy()
+        return PrefixTree(parents, depths, blocks, counts, levels, firsts, self.leaves)
 
     def _add_blocks(self, rows: np.ndarray, groups: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """Add block `depth` of every row; return the rows that go on, with their groups."""

@@ -7,6 +7,7 @@ request instead of a few a block.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from heapq import heappop, heappush
 
@@ -27,7 +28,7 @@ def replay_lru(tree: PrefixTree, order: np.ndarray, cache_blocks: int) -> int:
     bounds = offsets.tolist()
     resident: OrderedDict[int, int] = OrderedDict()  # segment -> leading blocks in the cache; the oldest comes first
     used = hits = 0
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(bounds):
         for index in range(end - 1, begin - 1, -1):
             segment = levels[index]
             size = sizes[segment]
@@ -55,7 +56,7 @@ def replay_next_use(tree: PrefixTree, order: np.ndarray, cache_blocks: int) -> i
     due = [0] * len(sizes)  # the next use of each resident segment
     heap: list[tuple[int, int, int]] = []  # (-next use, -level, segment); outdated entries are skipped
     used = hits = 0
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in itertools.pairwise(bounds):
         for index in range(begin, end):
             segment = path[index]
             hits += resident[segment]

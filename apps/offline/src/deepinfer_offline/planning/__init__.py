@@ -1,0 +1,1 @@
+"""How cache-friendly a job is, told without running a model."""
