@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 SHOWN = 80  # characters of an offending value that a message repeats
@@ -34,10 +35,6 @@ class JobStopped(Exception):  # noqa: N818 - the user wanted it: no error
 
 
 def show(value: Any) -> str:
-    """Write an offending value for a message: its JSON-like form, cut to a readable length."""
-    text = {True: "true", False: "false", None: "null"}[value] if _is_word(value) else repr(value)
+    """Write an offending value for a message: text in single quotes, else JSON, cut to a readable length."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
-
-
-def _is_word(value: Any) -> bool:
-    return value is None or isinstance(value, bool)

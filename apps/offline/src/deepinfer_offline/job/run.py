@@ -29,6 +29,7 @@ from deepinfer_offline.job.stop import StopFlag
 from deepinfer_offline.job.window import WindowMaker
 from deepinfer_offline.job.work import Work
 
+_WORDS = {"loading": "loading model"}
 MakeEngine = Callable[[EngineOptions], Engine]
 
 
@@ -132,7 +133,7 @@ class Job:
 
     def _compute(self, source: Source, journal: Journal, index: JobIndex, work: Work) -> None:
         options, facts = self._options, self.facts
-        with self._phase("loading model"):
+        with self._phase("loading"):
             engine = self._make_engine(options.engine)
         try:
             facts.info = info = engine.info
@@ -181,7 +182,7 @@ class Job:
 
     @contextmanager
     def _phase(self, name: str, total: int | None = None) -> Generator[None]:
-        self._reporter.phase(name, total)
+        self._reporter.phase(_WORDS.get(name, name), total)
         start = time.monotonic()
         try:
             yield

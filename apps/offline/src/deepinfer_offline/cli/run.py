@@ -1,0 +1,217 @@
+"""`deepinfer run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deepinfer_offline.cli.failure import ALL_ANSWERED, INTERRUPTED, SOME_FAILED, complain, explain
+from deepinfer_offline.engine.base import Engine
+from deepinfer_offline.engine.options import DEFAULT_MODEL, EngineOptions, OptionsError, parse_bytes
+from deepinfer_offline.job.errors import JobStopped
+from deepinfer_offline.job.options import JobOptions
+
+_MODEL, _SPEED, _OUTPUT, _DEVICES = "Model", "Speed and memory", "Results", "Several devices"
+
+
+def run(
+    input: Annotated[
+        str, typer.Argument(metavar="INPUT", help="A batch file: .jsonl (also .gz, .zst), .parquet, .csv, or - for stdin.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where the results go: one JSON line for each input line.")
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A model folder, a GGUF file or a known name.", rich_help_panel=_MODEL)
+    ] = DEFAULT_MODEL,
+    engine: Annotated[
+        str, typer.Option(metavar="auto|native|vllm", help="What runs the model.", rich_help_panel=_MODEL)
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda|npu", help="Where the model runs.", rich_help_panel=_MODEL)
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|bfloat16|float32", help="Type of the weights.", rich_help_panel=_MODEL)
+    ] = "auto",
+    seed: Annotated[
+        int, typer.Option(help="Random numbers of sampled lines without a seed start here.", rich_help_panel=_MODEL)
+    ] = 0,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt and answer together, in tokens.", rich_help_panel=_MODEL)
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Another model name that lines may ask for; may be given again.", rich_help_panel=_MODEL),
+    ] = None,
+    order: Annotated[
+        str,
+        typer.Option(
+            metavar="prefix|input",
+            help="Run lines that share the start of their prompts together, or in input order. Results keep input order.",
+            rich_help_panel=_SPEED,
+        ),
+    ] = "prefix",
+    speculative: Annotated[
+        str,
+        typer.Option(
+            metavar="off|auto|dspark|ngram|suffix", help="How draft tokens are guessed.", rich_help_panel=_SPEED
+        ),
+    ] = "off",
+    max_tokens_per_step: Annotated[
+        int | None, typer.Option(help="Most tokens in one forward pass.", rich_help_panel=_SPEED)
+    ] = None,
+    max_running: Annotated[
+        int | None, typer.Option(help="Most sequences that run at once.", rich_help_panel=_SPEED)
+    ] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of the KV cache, e.g. 4GiB.", rich_help_panel=_SPEED)
+    ] = None,
+    kv_store: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep KV blocks here for later runs.", rich_help_panel=_SPEED)
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=_SPEED)] = None,
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Compute equal starts of prompts once.", rich_help_panel=_SPEED)
+    ] = True,
+    async_scheduling: Annotated[
+        bool, typer.Option(help="Plan the next step while this one runs.", rich_help_panel=_SPEED)
+    ] = True,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a JSON report of the run.", rich_help_panel=_OUTPUT)
+    ] = None,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Try failed lines again, keep good ones.", rich_help_panel=_OUTPUT)
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Throw away what an earlier run answered.", rich_help_panel=_OUTPUT)
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.", rich_help_panel=_OUTPUT)] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show tracebacks of errors.", rich_help_panel=_OUTPUT)
+    ] = False,
+    tensor_parallel: Annotated[int, typer.Option(help="Devices that share each layer.", rich_help_panel=_DEVICES)] = 1,
+    data_parallel: Annotated[int, typer.Option(help="Copies of the model.", rich_help_panel=_DEVICES)] = 1,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Spread a mixture's experts.", rich_help_panel=_DEVICES)
+    ] = False,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Passed on to vLLM; may be given again.", rich_help_panel=_DEVICES),
+    ] = None,
+) -> int:
+    """Answer every line of a batch file.
+
+    [bold]Examples[/bold]
+
+      deepinfer run examples/quickstart.jsonl -o out.jsonl
+
+      deepinfer run big.jsonl.gz -o out.jsonl -m ./model --report report.json
+
+      deepinfer run prompts.csv -o out.jsonl
+
+      cat requests.jsonl | deepinfer run - -o out.jsonl
+
+    [bold]A line of INPUT[/bold]
+
+      {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+       "body": {"messages": [{"role": "user", "content": "Hello"}]}}
+
+    or with "url": "/v1/completions" and a "prompt" in the body. Tables
+    (CSV, Parquet) have a column "prompt" or "messages", and if they like
+    "custom_id", "max_tokens", "temperature" and other parameters.
+    A wrong line is answered with an error that says what is wrong with
+    it; the others are answered all the same.
+
+    [bold]Interrupted?[/bold] Run the same command again: it does exactly the
+    rest. Every answer is kept in OUTPUT.journal from the moment it is
+    there, and OUTPUT appears when it is whole.
+
+    [bold]Exit status[/bold]
+    0 all lines answered, 1 some lines failed, 130 interrupted,
+    2 no output: the run could not start or could not go on.
+    """
+    options = JobOptions(
+        input=input,
+        output=output,
+        engine=EngineOptions(
+            model=model,
+            engine=engine,
+            device=device,
+            dtype=dtype,
+            kv_memory=None if kv_memory is None else _bytes(kv_memory),
+            kv_store=kv_store,
+            max_tokens_per_step=max_tokens_per_step,
+            max_running=max_running,
+            max_model_len=max_model_len,
+            speculative=speculative,
+            async_scheduling=async_scheduling,
+            enable_prefix_caching=prefix_caching,
+            block_size=block_size,
+            seed=seed,
+            tensor_parallel_size=tensor_parallel,
+            data_parallel_size=data_parallel,
+            expert_parallel=expert_parallel,
+            engine_args=tuple(_pair(text) for text in engine_arg or ()),
+        ),
+        order=order,
+        report=report,
+        retry_errors=retry_errors,
+        fresh=fresh,
+        quiet=quiet,
+        served_names=tuple(served_model_name or ()),
+    )
+    return _run(options, traceback)
+
+
+def _run(options: JobOptions, traceback: bool) -> int:
+    from rich.console import Console
+
+    from deepinfer_offline.job.progress import open_reporter
+    from deepinfer_offline.job.report import make_report, print_summary, write_report
+    from deepinfer_offline.job.run import Job
+
+    with open_reporter(options.quiet) as reporter:
+        job = Job(options, _make_engine, reporter)
+        try:
+            facts = job.run()
+        except (JobStopped, KeyboardInterrupt):
+            reporter.close()
+            complain(f"interrupted{_kept(options)}")
+            return INTERRUPTED
+        except Exception as error:
+            reporter.close()
+            return explain(error, traceback=traceback, kept=_kept(options))
+    report = make_report(facts)
+    if options.report is not None:
+        write_report(options.report, report)
+    if not options.quiet and facts.stats is not None:
+        print_summary(Console(stderr=True), report)
+    return SOME_FAILED if facts.failed else ALL_ANSWERED
+
+
+def _make_engine(options: EngineOptions) -> Engine:
+    from deepinfer_offline.engine.factory import build_engine
+
+    return build_engine(options)
+
+
+def _kept(options: JobOptions) -> str:
+    if not options.journal.exists():
+        return ""
+    return f"; what was answered is kept in {options.journal}, run the same command again to go on"
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except OptionsError as error:
+        raise OptionsError(f"--kv-memory {error}") from error
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise OptionsError(f"--engine-arg {text!r} is not KEY=VALUE")
+    return name, value
