@@ -26,8 +26,9 @@ class Provider:
         op: the op's name.
         name: who provides it, unique within the op.
         band: `portable` (right everywhere), `library` (e.g. oneDNN), `kernel` (our own), `plugin`; later bands win.
-        is_supported: asks whether it serves a device and dtype. Must not compile or allocate anything large.
+        is_supported: asks whether it serves a device and dtype.
         load: returns the implementation; called once the provider is chosen.
+        accepts: asks whether it serves a shape, given as `detail` to `select`; None accepts all.
     """
 
     op: str
@@ -35,6 +36,7 @@ class Provider:
     band: str
     is_supported: SupportFn
     load: Callable[[], Any]
+    accepts: Callable[[Any], str | None] | None = None
 
     def __post_init__(self) -> None:
         if self.band not in _BANDS:
@@ -65,8 +67,8 @@ class OpRegistry:
         known.append(provider)
         known.sort(key=lambda p: -_BANDS[p.band])
 
-    def select(self, op: str, device: str, dtype: torch.dtype) -> Provider:
-        """The best provider of an op for a device and dtype.
+    def select(self, op: str, device: str, dtype: torch.dtype, detail: Any = None) -> Provider:
+        """The best provider of an op for a device, dtype and, where a provider is particular about it, shape.
 
         Raises:
             OpRegistryError: no provider serves it; the message has every provider's reason.
@@ -74,6 +76,8 @@ class OpRegistry:
         reasons = []
         for provider in self._known(op):
             reason = provider.is_supported(device, dtype)
+            if reason is None and detail is not None and provider.accepts is not None:
+                reason = provider.accepts(detail)
             if reason is None:
                 return provider
             reasons.append(f"{provider.name}: {reason}")

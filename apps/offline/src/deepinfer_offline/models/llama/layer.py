@@ -13,6 +13,7 @@ from deepinfer_offline.models.llama.weights import LayerTensors
 from deepinfer_offline.ops import linear, norm  # noqa: F401 - registers the providers
 from deepinfer_offline.ops.attention import portable  # noqa: F401
 from deepinfer_offline.ops.attention.base import Attention, AttentionShape
+from deepinfer_offline.ops.cpu import providers  # noqa: F401
 from deepinfer_offline.ops.linear import Linear
 from deepinfer_offline.ops.registry import registry
 
@@ -34,7 +35,7 @@ class LayerOps:
         """The best provider of each op for the shape's device and dtype."""
 
         def load(op: str) -> Any:
-            return registry.select(op, shape.device, shape.dtype).load()
+            return registry.select(op, shape.device, shape.dtype, detail=shape).load()
 
         return cls(load("linear"), load("rms_norm"), load("silu_mul"), load("paged_attention")(shape))
 
