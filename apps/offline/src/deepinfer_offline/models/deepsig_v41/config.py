@@ -26,9 +26,7 @@ class RopeScaling:
     original_length: int = 0
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any] | None) -> RopeScaling:
-        if raw is None:
-            return cls()
+    def parse(cls, raw: Mapping[str, Any]) -> RopeScaling:
         kind = raw.get("rope_type", raw.get("type", "yarn"))
         if kind not in ("yarn", "default"):
             raise ConfigError(f"rope_scaling: rope_type is {kind!r}, must be yarn or default")
@@ -149,7 +147,8 @@ class V41Config:
         for name in ("model_type", "image_token_id", "tie_word_embeddings"):
             if raw.get(name) is not None:
                 values[name] = raw[name]
-        values["rope_scaling"] = RopeScaling.parse(text["rope_scaling"]) if "rope_scaling" in text else _RELEASED_SCALING
+        scaling = text.get("rope_scaling")
+        values["rope_scaling"] = _RELEASED_SCALING if scaling is None else RopeScaling.parse(scaling)
         values["dtype"] = str(text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or "bfloat16")
         vision = raw.get("vision_config") or {}
         values["vision_layers"] = int(vision.get("num_hidden_layers", 32)) if "vision_config" in raw else 0

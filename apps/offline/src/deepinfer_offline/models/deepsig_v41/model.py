@@ -14,6 +14,7 @@ from torch.nn import functional
 from deepinfer_offline.models.base import ForwardBatch, ModelFacts, ModelOptions
 from deepinfer_offline.models.deepsig_v41.backbone import Backbone, Counters
 from deepinfer_offline.models.deepsig_v41.cache import CacheSpec, V41Cache, allocate
+from deepinfer_offline.models.deepsig_v41.checkpoint import FolderReader, engram_token_map
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.draft import Draft
 from deepinfer_offline.models.deepsig_v41.engram import EngramHash
@@ -62,8 +63,6 @@ class DeepSigV41Model:
         token_map: np.ndarray | None = None,
         decoder_replay: DecoderReplay = "paper",
     ) -> None:
-        if decoder_replay not in DECODER_REPLAYS:
-            raise ValueError(f"decoder_replay is {decoder_replay!r}, must be one of {', '.join(DECODER_REPLAYS)}")
         self.config, self.schedule, self.spec = parts.config, parts.schedule, parts.spec
         self.weights, self.options = weights, options
         self.facts = facts_of(parts, options)
@@ -73,14 +72,32 @@ class DeepSigV41Model:
             assert token_map is not None, "a model with Engram layers needs the tokenizer's token map"
             engram = EngramHash(parts.config, token_map, options.device)
         self.backbone = Backbone(
-            parts.config, parts.schedule, weights, frequencies, engram, decoder_replay, options.block_size
+            parts.config, parts.schedule, weights, frequencies, engram, "paper", options.block_size
         )
+        self.decoder_replay = decoder_replay
         self.draft = Draft(parts.config, weights, frequencies, options.block_size) if weights.draft is not None else None
+        self.drafting = False  # whether steps also write the draft's context; set before the first step
 
     @classmethod
     def describe(cls, config: Mapping[str, Any], options: ModelOptions) -> ModelFacts:
         """Facts from the configuration alone. Raises ConfigError for an inconsistent one."""
         return facts_of(V41Parts.of(config, options.block_size), options)
+
+    @classmethod
+    def load(cls, source: ModelSource, options: ModelOptions) -> DeepSigV41Model:
+        """Read a checkpoint folder.
+
+        Raises:
+            ConfigError: the configuration is inconsistent.
+            LayoutError: tensors are missing, unexpected or misshapen.
+            EngineStartError: the tokenizer that Engram needs is absent, or not the model's own.
+        """
+        reader = FolderReader(source)
+        try:
+            token_map = engram_token_map(source, V41Config.parse(source.config))
+            return cls.from_reader(source.config, reader, options, token_map)
+        finally:
+            reader.close()
 
     @classmethod
     def from_reader(
@@ -109,6 +126,17 @@ class DeepSigV41Model:
         return cls(parts, loader.load(), options, token_map, decoder_replay)
 
     @property
+    def decoder_replay(self) -> DecoderReplay:
+        """The decoder-side replay in force; may be changed while no step runs."""
+        return self.backbone.decoder_replay
+
+    @decoder_replay.setter
+    def decoder_replay(self, value: DecoderReplay) -> None:
+        if value not in DECODER_REPLAYS:
+            raise ValueError(f"decoder_replay is {value!r}, must be one of {', '.join(DECODER_REPLAYS)}")
+        self.backbone.decoder_replay = value
+
+    @property
     def counters(self) -> Counters:
         """Work done since the start."""
         return self.backbone.counters
@@ -117,15 +145,15 @@ class DeepSigV41Model:
         """Allocate the pools, `num_blocks[group.name]` blocks each."""
         return allocate(self.spec, num_blocks, self.options.device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: V41Cache) -> Tensor:
         """See `Model.forward`. Prompt rows pass the decoder layers only as far as the window needs (`decoder_replay`)."""
         result = self.backbone.forward(batch, cache)
-        if self.draft is not None:
+        if self.draft is not None and self.drafting:
             self.draft.write_context(result, cache)
         return result.hidden
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, d] to logits, float32 [n, vocab]; computed in float32."""
         return functional.linear(hidden.float(), self.weights.head)
