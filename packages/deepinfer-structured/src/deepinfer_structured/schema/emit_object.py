@@ -1,0 +1,228 @@
+"""Objects as rules: named properties in schema order, then all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from deepinfer_structured.regex import ANY as ANY_TEXT
+from deepinfer_structured.regex import NEVER as NO_TEXT
+from deepinfer_structured.regex import Node as Language
+from deepinfer_structured.regex import alt, both, complement, literal, matches
+from deepinfer_structured.schema import cases as c
+from deepinfer_structured.schema.obligation import NEVER, TOP, Obligation, join
+from deepinfer_structured.schema.rules import COLON, COMMA, DEAD, EPSILON, Expr, Many, Ref, Term, choice, maybe, seq
+
+if TYPE_CHECKING:
+    from deepinfer_structured.schema.emit import Emitter
+
+_MAX_SUBSETS = 4
+_MAX_COUNTED = 4000
+_OPEN, _CLOSE = Term('"{"'), Term('"}"')
+
+
+@dataclass(frozen=True, slots=True)
+class _Property:
+    pair: Expr  # name, colon, value
+    required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One way to write the object: named properties, then `witnesses`, one each, among any number of `extra`."""
+
+    named: tuple[_Property, ...]
+    extra: Expr
+    witnesses: tuple[Expr, ...]
+
+
+def emit(emitter: Emitter, case: c.Object) -> Expr:
+    """The rule body of an object case."""
+    return choice(*(_object(emitter, found, witnesses) for found, witnesses in _settle(emitter, case)))
+
+
+def _settle(emitter: Emitter, case: c.Object) -> list[tuple[c.Object, tuple[tuple[Language, Obligation], ...]]]:
+    """Decide where each `exists` is met: at a named property, or at another one."""
+    settled: list[tuple[c.Object, tuple[tuple[Language, Obligation], ...]]] = [(replace(case, exists=()), ())]
+    for language, wanted in case.exists:
+        grown = []
+        for found, witnesses in settled:
+            for name in _names(found):
+                if matches(language, name):
+                    here = c.Object((c.Properties(((name, wanted),)),), (name,))
+                    together = emitter.solver.meet_two(found, here)
+                    if isinstance(together, c.Object):
+                        grown.append((together, witnesses))
+            grown.append((found, (*witnesses, (language, wanted))))
+        settled = grown[: emitter.solver.options.limits.max_cases]
+    return settled
+
+
+def _names(case: c.Object) -> tuple[str, ...]:
+    named = [n for group in case.properties for n, _ in group.names]
+    return tuple(dict.fromkeys([*named, *case.required]))
+
+
+def _object(emitter: Emitter, case: c.Object, witnesses: tuple[tuple[Language, Obligation], ...]) -> Expr:
+    named = []
+    for name in _names(case):
+        required = name in case.required
+        value = emitter.solver.value_at(case, name)
+        allowed = all(matches(k, name) for k in case.keys) and emitter.solver.satisfiable(value)
+        if allowed:
+            named.append(_Property(seq(emitter.name(name), COLON, emitter.value(value)), required))
+        elif required:
+            return DEAD
+    others = _others(case)
+    extra = choice(*(_pair(emitter, k, o) for k, o in _merge(others)))
+    met = tuple(
+        choice(*(_pair(emitter, both(k, wanted_key), join(o, wanted)) for k, o in others))
+        for wanted_key, wanted in witnesses
+    )
+    plan = _Plan(tuple(named), extra, met)
+    sure = sum(p.required for p in named) + len(met)
+    if case.low <= sure and case.high is None:
+        return seq(_OPEN, _properties(emitter, plan), _CLOSE)
+    return seq(_OPEN, _counted(emitter, plan, case.low, case.high), _CLOSE)
+
+
+def _pair(emitter: Emitter, key: Language, value: Obligation) -> Expr:
+    if key == NO_TEXT or value == NEVER or not emitter.solver.satisfiable(value):
+        return DEAD
+    return seq(emitter.key(key), COLON, emitter.value(value))
+
+
+def _others(case: c.Object) -> list[tuple[Language, Obligation]]:
+    """The properties that are not named, split by the patterns that their keys are in."""
+    patterns = tuple(dict.fromkeys(k for group in case.properties for k, _ in group.patterns))
+    names = _names(case)
+    unnamed = complement(alt(*(literal(n) for n in names))) if names else ANY_TEXT
+    found = []
+    for inside in _subsets(patterns):
+        key = both(*case.keys, *inside, *(complement(p) for p in patterns if p not in inside), unnamed)
+        value = join(*(_value(group, inside) for group in case.properties))
+        if key != NO_TEXT and value != NEVER:
+            found.append((key, value))
+    return found
+
+
+def _subsets(patterns: tuple[Language, ...]) -> list[tuple[Language, ...]]:
+    """All combinations of few patterns; of many, none, each alone, and all pairs."""
+    largest = len(patterns) if len(patterns) <= _MAX_SUBSETS else 2 if len(patterns) <= 12 else 1
+    return [s for size in range(largest + 1) for s in combinations(patterns, size)]
+
+
+def _value(group: c.Properties, inside: tuple[Language, ...]) -> Obligation:
+    own = [o for k, o in group.patterns if k in inside]
+    return join(*own) if own else group.rest
+
+
+def _merge(others: list[tuple[Language, Obligation]]) -> list[tuple[Language, Obligation]]:
+    """Join the keys of equal values when one plain language can say it."""
+    if all(o == TOP for _, o in others) and len(others) > 1:
+        return [(alt(*(k for k, _ in others)), TOP)]
+    return others
+
+
+def _properties(emitter: Emitter, plan: _Plan) -> Expr:
+    """All properties with their commas; the number of properties is free."""
+    named = plan.named
+    first = next((i for i, p in enumerate(named) if p.required), len(named))
+    rest: list[Expr] = [_tail(plan, after=True)]
+    chain: list[Expr] = [rest[0]]  # chain[-1 - i]: what may follow once something was written
+    for index in range(len(named) - 1, 0, -1):
+        prop = named[index]
+        step = seq(COMMA, prop.pair)
+        body = seq(step if prop.required else maybe(step), chain[-1])
+        if index <= first:
+            name = emitter.fresh("o")
+            emitter.out.rules[name] = body
+            body = Ref(name)
+        chain.append(body)
+    options: list[Expr] = []
+    for index in range(min(first + 1, len(named))):
+        options.append(seq(named[index].pair, chain[len(named) - 1 - index]))
+    if first == len(named):
+        options.append(_tail(plan, after=False))
+    return choice(*options)
+
+
+def _tail(plan: _Plan, *, after: bool) -> Expr:
+    """Unnamed properties, with the witnesses among them; `after` says that something stands before."""
+    extras = Many(seq(COMMA, plan.extra), 0, None) if plan.extra != DEAD else EPSILON
+    if after:
+        parts: list[Expr] = [extras]
+        for witness in plan.witnesses:
+            parts += [COMMA, witness, extras]
+        return seq(*parts)
+    if not plan.witnesses:
+        return maybe(seq(plan.extra, extras)) if plan.extra != DEAD else EPSILON
+    before = Many(seq(plan.extra, COMMA), 0, None) if plan.extra != DEAD else EPSILON
+    parts = [before, plan.witnesses[0], extras]
+    for witness in plan.witnesses[1:]:
+        parts += [COMMA, witness, extras]
+    return seq(*parts)
+
+
+def _counted(emitter: Emitter, plan: _Plan, low: int, high: int | None) -> Expr:
+    """All properties with commas, `low` to `high` of them: one rule for each place and count."""
+    named = plan.named
+    cap = low if high is None else min(high, len(named) + len(plan.witnesses) + max(low, 1))
+    if len(named) * (cap + 1) > _MAX_COUNTED:
+        cap = min(cap, _MAX_COUNTED // len(named))
+        emitter.solver.notes[f"objects of at most {cap} properties are generated"] = None
+        high = cap if high is None else min(high, cap)
+        if low > cap:
+            return DEAD
+    memo: dict[tuple[int, int], Expr] = {}
+    # built from the back, so that no rule refers to one that is missing
+    for index in range(len(named), -1, -1):
+        for count in range(min(index, cap) + 1):
+            memo[index, count] = _counted_step(emitter, plan, index, count, low, high, cap, memo)
+    return memo[0, 0]
+
+
+def _counted_step(
+    emitter: Emitter,
+    plan: _Plan,
+    index: int,
+    count: int,
+    low: int,
+    high: int | None,
+    cap: int,
+    memo: dict[tuple[int, int], Expr],
+) -> Expr:
+    if index == len(plan.named):
+        return _counted_tail(plan, count, low - count, None if high is None else high - count)
+    prop = plan.named[index]
+    options: list[Expr] = [] if prop.required else [memo[index + 1, count]]
+    if high is None or count < high:
+        step = prop.pair if count == 0 else seq(COMMA, prop.pair)
+        options.append(seq(step, memo[index + 1, min(count + 1, cap)] if cap else memo[index + 1, 0]))
+    name = emitter.fresh("n")
+    emitter.out.rules[name] = choice(*options)
+    return Ref(name)
+
+
+def _counted_tail(plan: _Plan, count: int, low: int, high: int | None) -> Expr:
+    """`low` to `high` unnamed properties. A witness counts for one of them."""
+    low = max(low, 0)
+    must = len(plan.witnesses)
+    if high is not None and (high < 0 or low > high or must > high):
+        return DEAD
+    if must:
+        # the witnesses first, then what is left of the count
+        parts: list[Expr] = []
+        for i, witness in enumerate(plan.witnesses):
+            parts += ([COMMA] if count or i else []) + [witness]
+        if plan.extra == DEAD:
+            return seq(*parts) if low <= must else DEAD
+        more = Many(seq(COMMA, plan.extra), max(low - must, 0), None if high is None else high - must)
+        return seq(*parts, more)
+    if plan.extra == DEAD or high == 0:
+        return EPSILON if low == 0 else DEAD
+    if count:
+        return Many(seq(COMMA, plan.extra), low, high)
+    some = seq(plan.extra, Many(seq(COMMA, plan.extra), max(low - 1, 0), None if high is None else high - 1))
+    return some if low else maybe(some)

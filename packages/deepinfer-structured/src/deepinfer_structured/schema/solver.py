@@ -1,0 +1,239 @@
+"""Schemas as unions of cases: the search space of `keywords`, memoised, with satisfiability and membership.
+
+Every approximation made here shrinks the set of accepted values, never grows it. A constraint that cannot be expressed
+raises `UnsupportedSchema` where the schema asks for it, and drops the alternative where it only arises from a complement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from deepinfer_structured.config import Options
+from deepinfer_structured.errors import LimitExceeded, UnsupportedSchema
+from deepinfer_structured.regex import ANY as ANY_TEXT
+from deepinfer_structured.regex import NEVER as NO_TEXT
+from deepinfer_structured.regex import Node as Language
+from deepinfer_structured.regex import alt, both, literal, matches, repeat
+from deepinfer_structured.regex.ast import ANY_CHAR
+from deepinfer_structured.schema import cases as c
+from deepinfer_structured.schema import keywords
+from deepinfer_structured.schema.document import Document, Node
+from deepinfer_structured.schema.obligation import NEVER, TOP, Obligation, join
+from deepinfer_structured.schema.values import TYPES, canon, divides, is_integer, kind
+
+_BUDGET = 400_000  # intersections of cases per document
+
+
+class Solver:
+    """Answers questions about the schemas of one document. Not thread-safe."""
+
+    def __init__(self, document: Document, options: Options) -> None:
+        self.document = document
+        self.options = options
+        self.notes: dict[str, None] = {}
+        self.dropped: dict[UnsupportedSchema, None] = {}
+        self._cases: dict[tuple[Obligation, str], list[c.Case]] = {}
+        self._of_node: dict[tuple[Node, str, bool], list[c.Case]] = {}
+        self._running: set[tuple[Node, str, bool]] = set()
+        self._satisfiable: dict[Obligation, bool] = {}
+        self._budget = _BUDGET
+
+    def cases(self, obligation: Obligation, type_: str) -> list[c.Case]:
+        """The values of a type that meet an obligation."""
+        if obligation == NEVER:
+            return []
+        key = (obligation, type_)
+        if key not in self._cases:
+            found: list[c.Case] = [c.ANY[type_]]
+            for node, holds in obligation:
+                found = self.meet(found, self.of_node(node, type_, holds))
+            self._cases[key] = found
+        return self._cases[key]
+
+    def of_node(self, node: Node, type_: str, holds: bool) -> list[c.Case]:
+        """The values of a type for which a schema holds (or fails)."""
+        key = (node, type_, holds)
+        if key in self._of_node:
+            return self._of_node[key]
+        if key in self._running:
+            raise UnsupportedSchema(node.pointer, "$ref", "it refers to itself without end", "remove the circle")
+        self._running.add(key)
+        try:
+            self._of_node[key] = self.simplify(keywords.cases_of(self, node, type_, holds))
+        finally:
+            self._running.discard(key)
+        return self._of_node[key]
+
+    def meet(self, left: list[c.Case], right: list[c.Case]) -> list[c.Case]:
+        """Pairwise intersection of two unions."""
+        found: list[c.Case] = []
+        for a in left:
+            for b in right:
+                case = self.meet_two(a, b)
+                if case is not None:
+                    found.append(case)
+        if len(found) > self.options.limits.max_cases:
+            found = self.simplify(found)
+        if len(found) > self.options.limits.max_cases:
+            self.notes[
+                f"only {self.options.limits.max_cases} of {len(found)} combinations of alternatives are used"
+            ] = None
+            found = found[: self.options.limits.max_cases]
+        return found
+
+    def meet_two(self, a: c.Case, b: c.Case) -> c.Case | None:
+        """Intersection of two cases, None if it is empty as far as can be told."""
+        self._budget -= 1
+        if self._budget < 0:
+            raise LimitExceeded("the schema combines too many alternatives to be analysed")
+        if a == b:
+            return a
+        if isinstance(a, c.Values) != isinstance(b, c.Values):
+            values, other = (a, b) if isinstance(a, c.Values) else (b, a)
+            assert isinstance(values, c.Values)
+            kept = tuple(v for v in values.values if self.admits(other, v))
+            return c.Values(values.kind, kept) if kept else None
+        found = c.meet(a, b)
+        if isinstance(found, c.Object) and not self._viable(found):
+            return None
+        return found
+
+    def meet_each(self, found: list[c.Case], change: Callable[[Any], c.Case]) -> list[c.Case]:
+        """Apply a restriction to every case."""
+        out: list[c.Case] = []
+        for case in found:
+            if isinstance(case, c.Values):
+                changed = c.Values(case.kind, tuple(v for v in case.values if not v))
+                if changed.values != case.values:
+                    raise UnsupportedSchema("", "unevaluated", "listed values beside unevaluated* are not expressible")
+            else:
+                changed = change(case)
+            if not isinstance(changed, c.Object) or self._viable(changed):
+                out.append(changed)
+        return out
+
+    def simplify(self, found: list[c.Case]) -> list[c.Case]:
+        """Drop repeated and covered cases; join finite sets."""
+        values: dict[Any, Any] = {}
+        rest: dict[c.Case, None] = {}
+        for case in found:
+            if isinstance(case, c.Values):
+                for v in case.values:
+                    values.setdefault(canon(v), v)
+            else:
+                rest[case] = None
+        if values:
+            kind_ = kind(next(iter(values.values())))
+            kept = tuple(v for v in values.values() if not any(self.admits(r, v) for r in rest))
+            return [*([c.Values(kind_, kept)] if kept else []), *rest]
+        return list(rest)
+
+    def _viable(self, case: c.Object) -> bool:
+        """Whether required properties can be there at all."""
+        for name in case.required:
+            if any(not matches(k, name) for k in case.keys):
+                return False
+            if not self.satisfiable(self.value_at(case, name)):
+                return False
+        return True
+
+    def value_at(self, case: c.Object, name: str) -> Obligation:
+        """What the value of a property must satisfy."""
+        found: list[Obligation] = []
+        for group in case.properties:
+            own = [o for n, o in group.names if n == name]
+            own += [o for language, o in group.patterns if matches(language, name)]
+            found += own or [group.rest]
+        return join(*found)
+
+    def satisfiable(self, obligation: Obligation) -> bool:
+        """False only if no value can meet the obligation."""
+        if obligation in (TOP, NEVER):
+            return obligation == TOP
+        if obligation not in self._satisfiable:
+            self._satisfiable[obligation] = True  # assumed while the answer is computed: recursion does not refute
+            running, self._running = self._running, set()  # a value inside a value: no circle in place
+            try:
+                self._satisfiable[obligation] = any(self.cases(obligation, t) for t in TYPES)
+            except UnsupportedSchema:
+                return True
+            finally:
+                self._running = running
+        return self._satisfiable[obligation]
+
+    def holds(self, obligation: Obligation, value: Any) -> bool:
+        """Whether a value meets an obligation."""
+        return any(self.admits(case, value) for case in self.cases(obligation, kind(value)))
+
+    def admits(self, case: c.Case, value: Any) -> bool:
+        """Whether a value of the case's type is in the case."""
+        match case:
+            case c.Values(_, values):
+                return canon(value) in {canon(v) for v in values}
+            case c.Number():
+                return _admits_number(case, value)
+            case c.String(languages, low, high):
+                return low <= len(value) and _at_most(len(value), high) and all(matches(g, value) for g in languages)
+            case c.Array():
+                return self._admits_array(case, value)
+            case c.Object():
+                return self._admits_object(case, value)
+
+    def _admits_array(self, case: c.Array, value: list[Any]) -> bool:
+        if len(value) < case.low or not _at_most(len(value), case.high):
+            return False
+        if case.unique and len({canon(v) for v in value}) < len(value):
+            return False
+        if not all(self.holds(case.at(i), v) for i, v in enumerate(value)):
+            return False
+        for rule in case.contains:
+            tail = value[rule.start :]
+            if rule.low and sum(self.holds(rule.wanted, v) for v in tail) < rule.low:
+                return False
+            if rule.high is not None:
+                refuted = sum(rule.opposite is not None and self.holds(rule.opposite, v) for v in tail)
+                if len(tail) - refuted > rule.high:
+                    return False
+        return True
+
+    def _admits_object(self, case: c.Object, value: dict[str, Any]) -> bool:
+        if len(value) < case.low or not _at_most(len(value), case.high) or not set(case.required) <= value.keys():
+            return False
+        if not all(matches(k, name) for k in case.keys for name in value):
+            return False
+        if not all(self.holds(self.value_at(case, n), v) for n, v in value.items()):
+            return False
+        return all(any(matches(k, n) and self.holds(o, v) for n, v in value.items()) for k, o in case.exists)
+
+    def text_language(self, obligation: Obligation) -> Language:
+        """The strings that meet an obligation, as a language."""
+        return alt(*(_text_language(case) for case in self.cases(obligation, "string")))
+
+
+def string_language(case: c.String) -> Language:
+    """The language of a string case, with its length bounds."""
+    bounded = case.low or case.high is not None
+    return both(*case.languages, repeat(ANY_CHAR, case.low, case.high) if bounded else ANY_TEXT)
+
+
+def _text_language(case: c.Case) -> Language:
+    if isinstance(case, c.Values):
+        return alt(*(literal(v) for v in case.values))
+    return string_language(case) if isinstance(case, c.String) else NO_TEXT
+
+
+def _at_most(count: int, high: int | None) -> bool:
+    return high is None or count <= high
+
+
+def _admits_number(case: c.Number, value: Any) -> bool:
+    if case.low is not None and (value < case.low or (case.low_open and value == case.low)):
+        return False
+    if case.high is not None and (value > case.high or (case.high_open and value == case.high)):
+        return False
+    if case.integer is not None and is_integer(value) != case.integer:
+        return False
+    if value in case.holes or any(divides(m, value) for m in case.non_multiples):
+        return False
+    return case.multiple is None or divides(case.multiple, value)
