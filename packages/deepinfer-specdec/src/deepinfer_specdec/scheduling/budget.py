@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 
 from deepinfer_specdec.scheduling.cost import CostCurve
 
+# A jag is crossed only for a gain above this share over the root of the rows: one row is a poor sample of the forecast.
+MARGIN = 0.06
+
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
@@ -102,7 +105,7 @@ def lookahead_budget(
     most = min(tokens.size - 1, load.limit)
     seconds = load.seconds(curve, most)
     rate = (load.rows + tokens[: most + 1]) / seconds
-    far = np.concatenate([forecast, np.full(max(0, most + 1 - forecast.size), forecast[-1])])[: most + 1]
+    far = np.diff(np.concatenate([forecast, np.full(max(0, most + 1 - forecast.size), forecast[-1])])[: most + 1])
     at = 0
     while at < most:
         falls = np.flatnonzero(rate[at + 1 :] <= rate[at:-1])
@@ -111,9 +114,12 @@ def lookahead_budget(
         at += int(falls[0])
         # Draft at + 1 is next in line, so its survival may be used: it depends only on tokens that are admitted
         # already.
-        promised = (load.rows + tokens[at + 1] + far[at + 1 :] - far[at + 1]) / seconds[at + 1 :]
+        # Later ones are as the forecast has them, in proportion: survivals are products, so a low start lowers the rest.
+        scale = min(1.0, (tokens[at + 1] - tokens[at]) / far[at]) if far[at] > 0.0 else 0.0
+        further = np.concatenate([[0.0], np.cumsum(scale * far[at + 1 :])])
+        promised = (load.rows + tokens[at + 1] + further) / seconds[at + 1 :]
         best = int(promised.argmax())
-        if promised[best] <= rate[at]:
+        if promised[best] <= rate[at] * (1.0 + MARGIN / load.rows**0.5):
             return at
         at += 1 + best
     return most

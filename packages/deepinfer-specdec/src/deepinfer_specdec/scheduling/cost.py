@@ -108,9 +108,8 @@ class CostCurve:
     def _refresh(self) -> None:
         self._since_refresh = 0
         for point, samples in self._samples.items():
-            if point in self._base or len(samples) >= self._options.min_samples:
-                if len(samples) >= self._options.min_samples:
-                    self._base[point] = float(np.median(samples))
+            if len(samples) >= self._options.min_samples:
+                self._base[point] = float(np.median(samples))
         self._fit()
 
     def _fit(self) -> None:

@@ -1,0 +1,190 @@
+"""Expected tokens per second of verification policies on measured cost curves, with requests that differ from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer_specdec.draft import Draft
+from deepinfer_specdec.scheduling.admission import admit
+from deepinfer_specdec.scheduling.budget import (
+    StepLoad,
+    early_stop_budget,
+    expected_budget,
+    expected_tokens,
+    lookahead_budget,
+)
+from deepinfer_specdec.scheduling.cost import CostCurve
+from deepinfer_specdec.scheduling.planner import PlannerOptions, VerificationPlanner
+
+# DeepSeek-V4-Flash-0731, TP4 on B300, 8192 tokens of context; digitised from figure 2 of the vLLM blog of 2026-08-14.
+VERIFY_TOKENS = (1, 8, 16, 32, 64, 96, 128, 152, 176, 256, 304, 352, 512, 672, 687, 1024)
+VERIFY_MS = (5.1, 5.4, 5.6, 6.3, 7.9, 8.8, 9.4, 11.3, 10.4, 11.3, 13.9, 13.5, 15.0, 17.8, 16.0, 20.6)
+EAGER_TOKENS = (1025, 1536, 4096, 8192, 16384)  # beyond the largest graph; the first point extends the eager line back
+EAGER_MS = (98.2, 104.0, 133.0, 136.0, 235.0)
+DRAFT_REQUESTS = (1, 8, 16, 32, 64, 128, 192, 256)
+DRAFT_MS = (0.88, 1.07, 1.32, 1.61, 2.27, 3.14, 4.31, 5.38)
+
+
+def v4_flash_verify() -> CostCurve:
+    """The verification curve, with graphs at 1, 2, 4, every 8 tokens to 256, every 16 to 1024, and the measured points."""
+    graphs = sorted({1, 2, 4, *range(8, 257, 8), *range(272, 1025, 16), *VERIFY_TOKENS})
+    ms = np.interp(graphs, VERIFY_TOKENS, VERIFY_MS)
+    return CostCurve([*graphs, *EAGER_TOKENS], np.array([*ms, *EAGER_MS]) * 1e-3, padded_to=1024)
+
+
+def v4_flash_draft() -> CostCurve:
+    """The drafting curve; like the figure it is read between points."""
+    return CostCurve(DRAFT_REQUESTS, np.array(DRAFT_MS) * 1e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """R requests that run all the time; confidences are calibrated, so expected tokens follow from them.
+
+    Attributes:
+        rows: requests running.
+        mean_logit: logit of the conditional acceptance of an average request (0.95: 0.72, survival 0.1 at column 7).
+        between: spread (logits) between requests, fixed for a request's life.
+        within: spread from block to block, correlated by `memory`; half of it again per column.
+        kinds: offsets (logits) of kinds of requests, in equal shares: (2, -2) mixes code with chat.
+        memory: correlation of a request's difficulty from one block to the next.
+        life: steps that a request lives, on average.
+    """
+
+    rows: int
+    mean_logit: float = 0.95
+    between: float = 0.0
+    within: float = 0.0
+    kinds: tuple[float, ...] = (0.0,)
+    memory: float = 0.8
+    life: int = 150
+
+
+class _Requests:
+    def __init__(self, load: Workload, width: int, rng: np.random.Generator) -> None:
+        self._load, self._width, self._rng = load, width, rng
+        self._level = np.array([self._fresh() for _ in range(load.rows)])
+        self._drift = rng.normal(size=load.rows) * load.within
+        self.replaced = np.zeros(load.rows, dtype=bool)
+
+    def _fresh(self) -> float:
+        kind = self._load.kinds[self._rng.integers(len(self._load.kinds))]
+        return self._load.mean_logit + kind + self._rng.normal() * self._load.between
+
+    def next_block(self) -> NDArray[np.float32]:
+        """Confidences [R, K] of the next block; `replaced` says which rows are new requests."""
+        load, rng = self._load, self._rng
+        self.replaced = rng.random(load.rows) < 1.0 / load.life
+        for row in np.flatnonzero(self.replaced):
+            self._level[row] = self._fresh()
+        noise = rng.normal(size=load.rows) * load.within
+        self._drift = load.memory * self._drift + np.sqrt(1.0 - load.memory**2) * noise
+        columns = rng.normal(size=(load.rows, self._width)) * (load.within / 2)
+        logits = (self._level + self._drift)[:, None] + columns
+        return (1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Draft time and lengths of one simulated step."""
+
+    draft_seconds: float
+    lengths: NDArray[np.int32]
+
+
+Simulated = Callable[[int, Draft, NDArray[np.bool_]], Decision]
+
+
+def fixed_length(length: int, draft: CostCurve) -> Simulated:
+    """Every request verifies `length` drafts; 0 does not draft at all."""
+
+    def decide(_step: int, block: Draft, _replaced: NDArray[np.bool_]) -> Decision:
+        seconds = float(draft.seconds(block.rows)) if length else 0.0
+        return Decision(seconds, np.full(block.rows, length, dtype=np.int32))
+
+    return decide
+
+
+def paper_early_stop(verify: CostCurve, draft: CostCurve) -> Simulated:
+    """Algorithm 1 of the paper on live confidences."""
+
+    def decide(_step: int, block: Draft, _replaced: NDArray[np.bool_]) -> Decision:
+        seconds = float(draft.seconds(block.rows))
+        survivals = block.survivals()
+        budget = early_stop_budget(survivals, StepLoad(block.rows, draft_seconds=seconds), verify)
+        return Decision(seconds, admit(survivals, block.counts, budget))
+
+    return decide
+
+
+def paper_production(verify: CostCurve, draft: CostCurve) -> Simulated:
+    """The paper's production rule: global argmax on the block two steps back (new requests count as certain), live top-K."""
+    past: list[NDArray[np.float32]] = []
+
+    def decide(_step: int, block: Draft, replaced: NDArray[np.bool_]) -> Decision:
+        seconds = float(draft.seconds(block.rows))
+        for survivals in past:
+            survivals[replaced] = 1.0
+        stale = past[0] if len(past) == 2 else np.ones_like(block.confidences)
+        budget = expected_budget(expected_tokens(stale), StepLoad(block.rows, draft_seconds=seconds), verify)
+        past.append(block.survivals())
+        del past[:-2]
+        return Decision(seconds, admit(block.survivals(), block.counts, budget))
+
+    return decide
+
+
+def planned(
+    verify: CostCurve, draft: CostCurve, rows: int, width: int, options: PlannerOptions | None = None
+) -> Simulated:
+    """DeepInfer's asynchronous planner."""
+    planner = VerificationPlanner(rows, width, verify, draft, options)
+
+    def decide(step: int, block: Draft, replaced: NDArray[np.bool_]) -> Decision:
+        for slot in np.flatnonzero(replaced).tolist():
+            planner.reset(slot)
+        plan = planner.plan(step, np.arange(rows))
+        drafted = np.flatnonzero(plan.drafting)
+        lengths = np.zeros(rows, dtype=np.int32)
+        if drafted.size:
+            part = Draft(block.token_ids[drafted], block.counts[drafted], block.confidences[drafted])
+            lengths[drafted] = planner.admit(step, drafted, part, plan.budget)
+        return Decision(float(draft.seconds(drafted.size)), lengths)
+
+    return decide
+
+
+def live_lookahead(verify: CostCurve, draft: CostCurve) -> Simulated:
+    """DeepInfer's rule for synchronous loops: early stop that looks past jags with the help of the last 50 blocks' mean."""
+    mean: list[NDArray[np.float64]] = []
+
+    def decide(step: int, block: Draft, _replaced: NDArray[np.bool_]) -> Decision:
+        seconds = float(draft.seconds(block.rows))
+        survivals = block.survivals()
+        forecast = mean[0] if mean else expected_tokens(survivals * 0 + 1)
+        budget = lookahead_budget(survivals, forecast, StepLoad(block.rows, draft_seconds=seconds), verify)
+        mean[:] = [forecast + (expected_tokens(survivals) - forecast) / min(step + 1, 50)]
+        return Decision(seconds, admit(survivals, block.counts, budget))
+
+    return decide
+
+
+def tokens_per_second(
+    decide: Simulated, load: Workload, verify: CostCurve, width: int = 7, steps: int = 400, seed: int = 0
+) -> float:
+    """Expected tokens per second of a policy over `steps` steps. The same seed gives every policy the same requests."""
+    requests = _Requests(load, width, np.random.default_rng(seed))
+    ids = np.zeros((load.rows, width), dtype=np.int32)
+    counts = np.full(load.rows, width, dtype=np.int32)
+    tokens = seconds = 0.0
+    for step in range(steps):
+        block = Draft(ids, counts, requests.next_block())
+        decision = decide(step, block, requests.replaced)
+        gained = np.where(np.arange(width) < decision.lengths[:, None], block.survivals(), 0.0).sum()
+        tokens += load.rows + float(gained)
+        seconds += float(verify.seconds(load.rows + int(decision.lengths.sum()))) + decision.draft_seconds
+    return tokens / seconds
