@@ -1,0 +1,205 @@
+"""Sparse MLA: the public functions, their checks, and which kernel serves a device."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from .capability import device_arch
+from .checks import require, require_dims, require_dtype, require_inner, require_same_device
+from .layouts import FP8, NVFP4, PoolView, pool_view
+
+_LOG2E = 1.4426950408889634
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def _arrival_counters(device: torch.device, units: int) -> torch.Tensor:
+    """Zeroed arrival counters of the current stream; kernels leave them zeroed."""
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    have = _COUNTERS.get(key)
+    if have is None or have.numel() < units:
+        have = torch.zeros(max(4096, units), dtype=torch.int32, device=device)
+        _COUNTERS[key] = have
+    return have
+
+
+def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
+    """Key splits of one query: enough blocks to fill the chip once, never less than one tile a split."""
+    units = max(queries * head_blocks, 1)
+    return max(1, min(tiles, sms // units, 16))
+
+
+def _check(q: torch.Tensor, slots: torch.Tensor, name: str) -> None:
+    require_dims(name, slots, 2)
+    require_dtype(name, slots, *_INDEX_DTYPES)
+    require_inner(name, slots)
+    require(slots.shape[0] == q.shape[0], f"{name} has {slots.shape[0]} rows; q has {q.shape[0]}")
+
+
+def sparse_mla_decode(
+    q: torch.Tensor,
+    window_pool: torch.Tensor,
+    window_slots: torch.Tensor,
+    sink: torch.Tensor | None,
+    *,
+    scale: float,
+    compressed_pool: torch.Tensor | None = None,
+    compressed_slots: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    splits: int | None = None,
+    kernel: str | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of single queries over paged records (V4.1 section 2.3), keys equal to values.
+
+    Args:
+        q: bfloat16 (or float32, portable kernel only) [t, heads, n], rotated; heads 1..128, n <= 512.
+        window_pool: uint8 pool of `fp8` records of n channels.
+        window_slots: int32 or int64 [t, w]; -1 or out of range = absent, never read.
+        sink: float32 [heads] natural logits, +-inf allowed, or None.
+        scale: Logit scale, usually n^-0.5.
+        compressed_pool: uint8 pool of `nvfp4` records, or None.
+        compressed_slots: int32 or int64 [t, k].
+        out: Where to write; default a new tensor.
+        splits: Key splits a query (sm90 kernel); default by the number of multiprocessors.
+        kernel: `sm90` or `portable`; default what the device supports best.
+        return_lse: Also return the natural log-sum-exp without the sink, float32 [t, heads], +inf for empty rows.
+
+    Returns:
+        [t, heads, n] in q's dtype, not yet rotated back; rows without keys are zeros.
+
+    Raises:
+        ArgumentError: Shapes, dtypes or strides that the kernels do not take.
+    """
+    require_dims("q", q, 3)
+    require_dtype("q", q, torch.bfloat16, torch.float32)
+    require_inner("q", q)
+    t, heads, n = q.shape
+    require(1 <= heads <= 128, f"q has {heads} heads; allowed: 1..128")
+    require(2 <= n <= 512 and n % 2 == 0, f"q has {n} channels; allowed: even, up to 512")
+    _check(q, window_slots, "window_slots")
+    require_same_device(q, window_pool, window_slots, sink, compressed_pool, compressed_slots)
+    window = pool_view(window_pool, FP8, n)
+    if (compressed_pool is None) != (compressed_slots is None):
+        require(False, "compressed_pool and compressed_slots come together")
+    extra_pool, extra_slots, extra = window_pool, window_slots[:, :0], PoolView(0, 0, 1, 0)
+    if compressed_pool is not None and compressed_slots is not None:
+        _check(q, compressed_slots, "compressed_slots")
+        extra_pool, extra_slots, extra = compressed_pool, compressed_slots, pool_view(compressed_pool, NVFP4, n)
+        if extra_slots.dtype != window_slots.dtype:
+            extra_slots = extra_slots.to(window_slots.dtype)
+    if sink is not None:
+        require(tuple(sink.shape) == (heads,), f"sink has shape {tuple(sink.shape)}; it needs [{heads}]")
+        sink = sink.float()
+    out = torch.empty_like(q) if out is None else out
+    lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
+    if t:
+        if kernel is None:
+            kernel = "sm90" if _fits_sm90(q, window_pool, compressed_pool) else "portable"
+        args = (q, window_pool, window_slots, window, extra_pool, extra_slots, extra, sink, out, lse, scale * _LOG2E)
+        if kernel == "sm90":
+            _launch_sm90(*args, splits=splits)
+        else:
+            _launch_portable(*args)
+    return (out, lse) if return_lse else out
+
+
+def _fits_sm90(q: torch.Tensor, window_pool: torch.Tensor, compressed_pool: torch.Tensor | None) -> bool:
+    """Whether the Hopper kernel serves these tensors: its loads are 16 bytes wide, its width is 512."""
+    if device_arch(q.device) != 90 or q.dtype != torch.bfloat16 or q.shape[-1] != 512:
+        return False
+    pools = [p for p in (window_pool, compressed_pool) if p is not None]
+    aligned = all(p.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in p.stride()[:-1]) for p in pools)
+    return aligned and q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+
+
+def _launch_portable(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2) -> None:  # noqa: ANN001
+    from .kernels.sparse_mla import sparse_mla_kernel
+
+    t, heads, n = q.shape
+    d = max(16, 1 << (n - 1).bit_length())
+    bh = 16 if heads <= 16 else 32
+    sparse_mla_kernel[(t, -(-heads // bh))](
+        q, q.stride(0), q.stride(1),
+        pool, slots, view.stride_page, view.stride_row, slots.stride(0), slots.shape[1], view.slots,
+        extra_pool, extra_slots, extra.stride_page, extra.stride_row, extra_slots.stride(0), extra_slots.shape[1],
+        extra.slots, sink, out, out.stride(0), out.stride(1), lse, heads, scale_log2,
+        W_PAGE=view.page_size, X_PAGE=extra.page_size, HAS_SINK=sink is not None,
+        CHANNELS=n, D=d, BH=bh, BN=32 if q.dtype == torch.bfloat16 else 16, num_warps=8, num_stages=1,
+    )  # fmt: skip
+
+
+def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2, *, splits) -> None:  # noqa: ANN001
+    from .sm90.sparse_mla import sm90_sparse_mla_kernel
+
+    t, heads, _ = q.shape
+    bn = 64
+    blocks = -(-heads // 64)
+    tiles = -(-slots.shape[1] // bn) + -(-extra_slots.shape[1] // bn)
+    splits = splits or choose_splits(t, blocks, tiles, _sm_count(q.device))
+    splits = max(1, min(splits, tiles))
+    partial = partial_ml = counters = lse
+    if splits > 1:
+        partial = torch.empty(t * blocks * splits, 64 * 512, dtype=torch.float32, device=q.device)
+        partial_ml = torch.empty(t * blocks * splits, 128, dtype=torch.float32, device=q.device)
+        counters = _arrival_counters(q.device, t * blocks)
+    sm90_sparse_mla_kernel[(splits, blocks, t)](
+        q, q.stride(0), q.stride(1),
+        pool, slots, view.stride_page, view.stride_row, slots.stride(0), slots.shape[1], view.slots,
+        extra_pool, extra_slots, extra.stride_page, extra.stride_row, extra_slots.stride(0), extra_slots.shape[1],
+        extra.slots, sink if sink is not None else lse, out, out.stride(0), out.stride(1), lse,
+        partial, partial_ml, counters, heads, scale_log2,
+        W_PAGE=view.page_size, X_PAGE=extra.page_size, HAS_SINK=sink is not None, SPLITS=splits,
+        BN=bn, STAGES=2, ROWS=16, PRODUCER_WARPS=4, PRODUCER_REGS=128, num_warps=8,
+    )  # fmt: skip
+
+
+def sparse_mla_prefill(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sink: torch.Tensor | None, *, scale: float
+) -> torch.Tensor:
+    """Attention of single queries over a dense workspace (window rows and compressed entries together).
+
+    Args:
+        q: bfloat16 or float32 [t, heads, n], rotated; heads 1..128, n <= 512.
+        kv: [u, n] in q's dtype, already rounded to the cache formats.
+        indices: int32 or int64 [t, l] into kv; -1 or out of range = absent.
+        sink: float32 [heads] or None.
+        scale: Logit scale.
+
+    Returns:
+        [t, heads, n] in q's dtype, not yet rotated back.
+    """
+    from .kernels.sparse_mla import sparse_mla_workspace_kernel
+
+    require_dims("q", q, 3)
+    require_dims("kv", kv, 2)
+    require_inner("q", q)
+    require_inner("kv", kv)
+    _check(q, indices, "indices")
+    t, heads, n = q.shape
+    require(1 <= heads <= 128, f"q has {heads} heads; allowed: 1..128")
+    require(kv.shape[1] == n, f"kv has {kv.shape[1]} channels; q has {n}")
+    require_same_device(q, kv, indices, sink)
+    out = torch.empty_like(q)
+    lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
+    if not t:
+        return out
+    wide = q.dtype == torch.float32
+    bh = 16 if heads <= 16 or wide else min(64, 1 << math.ceil(math.log2(heads)))
+    sparse_mla_workspace_kernel[(t, -(-heads // bh))](
+        q, q.stride(0), q.stride(1), kv, kv.stride(0), kv.shape[0], indices, indices.stride(0), indices.shape[1],
+        sink.float() if sink is not None else lse, out, out.stride(0), out.stride(1), lse, heads, scale * _LOG2E,
+        HAS_SINK=sink is not None, CHANNELS=n, D=max(16, 1 << (n - 1).bit_length()), BH=bh,
+        BN=16 if wide else 32, num_warps=8, num_stages=1 if wide else 2,
+    )  # fmt: skip
+    return out

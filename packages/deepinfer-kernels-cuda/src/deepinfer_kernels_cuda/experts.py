@@ -1,0 +1,273 @@
+"""Routed experts and microscaled linear layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .capability import device_arch
+from .checks import require, require_dims, require_dtype, require_inner, require_same_device
+from .weights import MxWeights, mx_weights, pack_sm90
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """One layer's routed experts, ready for `moe_experts`: gate_up [E, 2m, d] and down [E, d, m]."""
+
+    gate_up: MxWeights
+    down: MxWeights
+
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+        return self.gate_up.experts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+def prepare_experts(experts: Any, *, kernel: str | None = None) -> PackedExperts:
+    """Repack a layer's FP4 experts once, at load.
+
+    Args:
+        experts: Anything with `gate_up`, `down` (int8/uint8 [E, rows, columns / 2]) and `gate_up_scale`, `down_scale`
+            (E8M0 [E, rows, ceil(columns / 32)]); gate rows first.
+        kernel: `sm90` or `portable`; default by the device of the weights.
+
+    Raises:
+        ArgumentError: Dense experts, or shapes that do not belong together.
+    """
+    require(experts.gate_up_scale is not None, "dense experts have no scales: only FP4 experts are repacked")
+    gate_up = mx_weights(experts.gate_up, experts.gate_up_scale, fp4=True)
+    down = mx_weights(experts.down, experts.down_scale, fp4=True)
+    require(
+        gate_up.rows == 2 * down.columns and gate_up.columns == down.rows,
+        f"gate_up {gate_up.rows}x{gate_up.columns} and down {down.rows}x{down.columns} do not belong together",
+    )
+    if kernel is None:
+        fits = gate_up.columns % 16 == 0 and down.columns % 16 == 0
+        kernel = "sm90" if device_arch(gate_up.codes.device) == 90 and fits else "portable"
+    if kernel == "sm90":
+        return PackedExperts(pack_sm90(gate_up, swiglu=True), pack_sm90(down))
+    return PackedExperts(gate_up, down)
+
+
+def _token_tile(tokens: int) -> int:
+    """Tokens a tile for an expected load of `tokens` rows a matrix."""
+    return 16 if tokens <= 16 else 32 if tokens <= 40 else 64
+
+
+def moe_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: Any,
+    *,
+    limit: float,
+    shared: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts (V4.1 section 2.6); deterministic, no token is dropped.
+
+    Args:
+        x: bfloat16 (float32: portable kernel) [t, d].
+        ids: int [t, k] expert ids, -1 = padding.
+        weights: float32 [t, k], multiplied into the activation before the down projection.
+        experts: `PackedExperts`, or what `prepare_experts` takes (then the portable kernel reads it as it is).
+        limit: `swiglu_limit`.
+        shared: Output of the shared expert [t, d], added at the end.
+
+    Returns:
+        [t, d] in x's dtype.
+    """
+    require_dims("x", x, 2)
+    require_inner("x", x)
+    require_dims("ids", ids, 2)
+    require(ids.shape == weights.shape, f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)} differ")
+    require(ids.shape[0] == x.shape[0], f"ids has {ids.shape[0]} rows; x has {x.shape[0]}")
+    require_dtype("weights", weights, torch.float32)
+    packed = experts if isinstance(experts, PackedExperts) else prepare_experts(experts, kernel="portable")
+    require(x.shape[1] == packed.gate_up.columns, f"x has {x.shape[1]} channels; experts take {packed.gate_up.columns}")
+    require_same_device(x, ids, weights, packed.gate_up.codes, shared)
+    out = torch.empty_like(x)
+    if x.shape[0] == 0:
+        return out
+    ids, weights = ids.contiguous(), weights.contiguous()
+    order, offsets = group_pairs(ids, packed.count)
+    parts = _run_sm90(x, ids, weights, packed, order, offsets, limit) if packed.gate_up.packed else _run_portable(
+        x, ids, weights, packed, order, offsets, limit
+    )
+    _combine(parts, ids, shared, out)
+    return out
+
+
+def group_pairs(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort (token, expert) pairs by expert, stably: (pair order int32 [t * k], offsets int32 [experts + 1])."""
+    from .kernels.mx_gemm import group_pairs_kernel
+
+    pairs = ids.numel()
+    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
+    block = max(128, min(2048, 1 << (pairs - 1).bit_length()))
+    group_pairs_kernel[(experts,)](ids, pairs, order, offsets, experts, BLOCK=block, num_warps=4)
+    return order, offsets
+
+
+def _combine(parts: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
+    from .kernels.mx_gemm import combine_kernel
+
+    tokens, width = out.shape
+    block = min(1024, 1 << (width - 1).bit_length())
+    combine_kernel[(tokens, -(-width // block))](
+        parts, ids, shared if shared is not None else out, out, out.stride(0), width,
+        TOP_K=ids.shape[1], HAS_SHARED=shared is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def _run_sm90(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:  # noqa: ANN001
+    from .sm90.mx_gemm import sm90_mx_gemm_kernel
+
+    tokens, top_k = ids.shape
+    pairs, width = ids.numel(), packed.down.columns
+    per_expert = -(-pairs // packed.count)
+    bt = _token_tile(per_expert)
+    splits = max(1, min(8, -(-per_expert // bt) * (2 if per_expert > 16 else 1)))
+    hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    parts = torch.empty(pairs, packed.down.rows, dtype=x.dtype, device=x.device)
+    for first, mx, source, target in ((True, packed.gate_up, x, hidden), (False, packed.down, hidden, parts)):
+        bn, stages = gemm_config(bt, fp4=True, swiglu=first)
+        n_blocks, k_blocks = mx.codes.shape[1], mx.codes.shape[2]
+        sm90_mx_gemm_kernel[(-(-n_blocks * 64 // bn), packed.count, splits)](
+            source, source.stride(0), mx.codes, mx.scales, target, target.stride(0), order, offsets, weights,
+            mx.rows, mx.columns, n_blocks, k_blocks, top_k, float(limit),
+            FP4=True, GROUPED=True, GATHER=first, SCATTER=not first, SWIGLU=first, SPLIT_K=1,
+            BN=bn, BT=bt, STAGES=stages, num_warps=4,
+        )  # fmt: skip
+    return parts
+
+
+def gemm_config(token_tile: int, *, fp4: bool, swiglu: bool) -> tuple[int, int]:
+    """(weight rows a tile, stages) of the Hopper kernel, as measured on an H200."""
+    del swiglu
+    if token_tile <= 16:
+        return 64, 4
+    return (128 if fp4 else 64), 3
+
+
+def _run_portable(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:  # noqa: ANN001
+    from .kernels.mx_gemm import clamped_swiglu_kernel, mx_gemm_kernel
+
+    pairs, width = ids.numel(), packed.down.columns
+    order = order.clamp(0, pairs - 1)  # entries past the last valid pair were never written
+    both = torch.zeros(pairs, packed.gate_up.rows, dtype=x.dtype, device=x.device)
+    hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    parts = torch.empty(pairs, packed.down.rows, dtype=x.dtype, device=x.device)
+    block = min(1024, 1 << (width - 1).bit_length())
+    tiles = max(1, min(8, -(-pairs // packed.count) // 16))
+    for first, mx, source, target in ((True, packed.gate_up, x, both), (False, packed.down, hidden, parts)):
+        if not first:
+            clamped_swiglu_kernel[(pairs, -(-width // block))](
+                both, hidden, order, weights, width, float(limit), WEIGHTED=True, BLOCK=block
+            )
+        mx_gemm_kernel[(-(-mx.rows // 64), packed.count, tiles)](
+            source, source.stride(0), mx.codes, mx.scales, target, target.stride(0), order, offsets,
+            mx.rows, mx.columns, pairs, ids.shape[1],
+            FP4=mx.fp4, GROUPED=True, GATHER=first, SCATTER=not first, BT=16, BN=64, BK=64, num_warps=4,
+        )  # fmt: skip
+    return parts
+
+
+def mx_linear(
+    x: torch.Tensor, weights: MxWeights, *, out: torch.Tensor | None = None, swiglu_limit: float | None = None
+) -> torch.Tensor:
+    """x times one microscaled matrix, transposed: [t, K] to [t, N].
+
+    Args:
+        x: bfloat16 (float32: portable kernel) [t, K].
+        weights: `mx_weights(...)`, or `pack_sm90` of it.
+        out: Where to write.
+        swiglu_limit: Fuse the clamped SwiGLU: N gate and up rows give N / 2 channels (weights packed with `swiglu`).
+
+    Returns:
+        [t, N] or [t, N / 2] in x's dtype.
+    """
+    require_dims("x", x, 2)
+    require_inner("x", x)
+    require(x.shape[1] == weights.columns, f"x has {x.shape[1]} channels; weights take {weights.columns}")
+    require((swiglu_limit is not None) <= (weights.swiglu or not weights.packed), "weights are not packed for swiglu")
+    require_same_device(x, weights.codes)
+    tokens, rows = x.shape[0], weights.rows
+    width = rows // 2 if swiglu_limit is not None else rows
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device) if out is None else out
+    if tokens == 0:
+        return out
+    if weights.packed:
+        _linear_sm90(x, weights, out, swiglu_limit)
+    else:
+        _linear_portable(x, weights, out, swiglu_limit)
+    return out
+
+
+def _linear_sm90(x, weights, out, swiglu_limit) -> None:  # noqa: ANN001
+    from .kernels.mx_gemm import sum_splits_kernel
+    from .sm90.mx_gemm import sm90_mx_gemm_kernel
+
+    tokens = x.shape[0]
+    n_blocks, k_blocks = weights.codes.shape[1], weights.codes.shape[2]
+    bt = _token_tile(tokens)
+    bn, stages = gemm_config(bt, fp4=weights.fp4, swiglu=swiglu_limit is not None)
+    tiles = -(-n_blocks * 64 // bn) * -(-tokens // bt)
+    splits = 1
+    if swiglu_limit is None and tiles < 264:
+        splits = max(1, min(k_blocks // 4, 16, round(396 / tiles)))
+    target = out
+    if splits > 1:
+        target = torch.empty(splits, tokens, weights.rows, dtype=torch.float32, device=x.device)
+    sm90_mx_gemm_kernel[(-(-n_blocks * 64 // bn), -(-tokens // bt), splits)](
+        x, x.stride(0), weights.codes, weights.scales, target, weights.rows if splits > 1 else out.stride(0),
+        weights.codes, weights.codes, weights.scales,
+        weights.rows, weights.columns, n_blocks, k_blocks, tokens, float(swiglu_limit or 0.0),
+        FP4=weights.fp4, GROUPED=False, GATHER=False, SCATTER=False, SWIGLU=swiglu_limit is not None, SPLIT_K=splits,
+        BN=bn, BT=bt, STAGES=stages, num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        block = 512
+        sum_splits_kernel[(tokens, -(-weights.rows // block))](
+            target, out, out.stride(0), tokens, weights.rows, SPLITS=splits, BLOCK=block, num_warps=4
+        )
+
+
+def _linear_portable(x, weights, out, swiglu_limit) -> None:  # noqa: ANN001
+    from .kernels.mx_gemm import clamped_swiglu_kernel, mx_gemm_kernel
+
+    tokens = x.shape[0]
+    both = out
+    if swiglu_limit is not None:
+        both = torch.empty(tokens, weights.rows, dtype=x.dtype, device=x.device)
+    mx_gemm_kernel[(-(-weights.rows // 64), 1, -(-tokens // 16))](
+        x, x.stride(0), weights.codes, weights.scales, both, both.stride(0), both, both,
+        weights.rows, weights.columns, tokens, 1,
+        FP4=weights.fp4, GROUPED=False, GATHER=False, SCATTER=False, BT=16, BN=64, BK=64, num_warps=4,
+    )  # fmt: skip
+    if swiglu_limit is not None:
+        width = weights.rows // 2
+        block = min(1024, 1 << (width - 1).bit_length())
+        clamped_swiglu_kernel[(tokens, -(-width // block))](
+            both, out, both, both, width, float(swiglu_limit), WEIGHTED=False, BLOCK=block
+        )
+
+
+def dequantize(weights: MxWeights, expert: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Natural weights of one expert as a dense [N, K] tensor (for large token counts, where a dense GEMM wins)."""
+    from .kernels.mx_gemm import dequantize_kernel
+
+    require(not weights.packed, "packed weights cannot be dequantised; keep the natural ones")
+    out = torch.empty(weights.rows, weights.columns, dtype=dtype, device=weights.codes.device)
+    dequantize_kernel[(-(-weights.rows // 32), -(-weights.columns // 128))](
+        weights.codes[expert], weights.scales[expert], out, weights.rows, weights.columns,
+        FP4=weights.fp4, BN=32, BK=128, num_warps=4,
+    )  # fmt: skip
+    return out
