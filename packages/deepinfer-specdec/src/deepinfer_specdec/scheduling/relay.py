@@ -93,11 +93,12 @@ class SurvivalRelay:
         """
         rows = slots.shape[0]
         depth = int(np.clip(_TARGET_SAMPLES // max(1, rows * self._width), 1, self._depth - self._lag))
-        back = (self._next[slots, None] - 1 - np.arange(depth + self._lag)) % self._depth  # newest first
-        at = slots[:, None], back
+        newest = self._stamps[slots[:, None], (self._next[slots, None] - 1 - np.arange(self._lag)) % self._depth]
+        skip = np.cumprod(newest > step - self._lag, axis=1).sum(axis=1)  # blocks too fresh, before the first old one
+        back = (self._next[slots] - 1 - skip)[:, None] - np.arange(depth)  # newest usable first
+        at = slots[:, None], back % self._depth
         stamps = self._stamps[at]
-        old = stamps <= step - self._lag
-        chosen = old & (np.cumsum(old, axis=1) <= depth)
+        chosen = stamps <= step - self._lag
         survivals = self._survivals[at]
         known = chosen.any(axis=1)
         fading = chosen * np.exp2(-np.arange(chosen.shape[1]) / _BLOCK_HALF_LIFE)
