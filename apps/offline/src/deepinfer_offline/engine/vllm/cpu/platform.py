@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
 
-from deepinfer_offline.engine.vllm.cpu import ops
+from deepinfer_offline.engine.vllm.cpu import ops, speculation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,6 +20,14 @@ class TorchCpuPlatform(CpuPlatform):
     @classmethod
     def import_kernels(cls) -> None:
         ops.register()
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        from vllm.utils import cpu_triton_utils
+
+        for name, function in speculation.KERNELS.items():  # vLLM registers what it finds under these names
+            setattr(cpu_triton_utils, name, function)
+        super().register_triton_kernel_overrides()
 
     @classmethod
     def get_attn_backend_cls(
