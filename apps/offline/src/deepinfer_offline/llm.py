@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -274,10 +274,10 @@ def _params_of(params: Any, count: int) -> list[SamplingParams]:
 
 
 @contextmanager
-def _progress(total: int, show: bool) -> Iterator[Any]:
+def _progress(total: int, show: bool) -> Generator[Any, None, None]:
     """A function that moves the bar on."""
     if not show:
-        yield lambda count: None
+        yield lambda _: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

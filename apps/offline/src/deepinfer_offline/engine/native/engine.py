@@ -16,7 +16,9 @@ from deepinfer_offline.engine.native.answer import Answer, End, Group, stop_sets
 from deepinfer_offline.engine.native.checks import check_request
 from deepinfer_offline.engine.native.masks import MaskMaker
 from deepinfer_offline.engine.native.outputs import FactsReader, completion, failed, finished, read_prompt
+from deepinfer_offline.engine.native.scoring import score_sequence
 from deepinfer_offline.sampling.batch import SamplingTable
+from deepinfer_offline.sampling.params import SamplingParams
 from deepinfer_offline.sampling.random import child_seed, request_seed
 from deepinfer_sched import Scheduler, SequenceError
 from deepinfer_sched import Sequence as Scheduled
@@ -113,6 +115,20 @@ class NativeEngine:
 
     def has_unfinished(self) -> bool:
         return bool(self._groups or self._airborne or self._finished)
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits of every position, float32 [n, vocab]. Only while nothing else is unfinished.
+
+        Raises:
+            RequestError: ids that the model does not have, none, or more than the context holds.
+            RuntimeError: requests are unfinished.
+        """
+        if self.has_unfinished():
+            raise RuntimeError("logits need an idle engine; finish or abort the requests first")
+        parts = self._parts
+        check_request(Request("logits", token_ids, SamplingParams()), parts.info, has_tokenizer=False)
+        self._next_seq += 1
+        return score_sequence(parts.runner, parts.scheduler, parts.cache.block_table, self._next_seq - 1, token_ids)
 
     # --- the loop --------------------------------------------------------------------------------------------
 
