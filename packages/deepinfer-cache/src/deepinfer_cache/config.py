@@ -8,6 +8,7 @@ from typing import Literal
 
 from deepinfer_cache.errors import CacheConfigError
 from deepinfer_cache.group import CacheGroup
+from deepinfer_cache.strategy import make_strategy
 
 Eviction = Literal["lru", "next-use"]
 
@@ -32,6 +33,8 @@ class CacheConfig:
         eviction: which unused page goes first: `lru`, or `next-use` (see `CacheManager.set_future`).
         strategy: what a hit means for window groups: `bounded`, `exact`, `full` or `periodic(p)`.
         num_layers: layers with a window, read by the `exact` strategy only.
+        max_checkpoints: windows that `periodic(p)` keeps at most; the least recently used goes first.
+        partial_hits: share also the first tokens of a page that parts later, by copying it. Needs a mover.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -44,6 +47,8 @@ class CacheConfig:
     eviction: Eviction = "lru"
     strategy: str = "bounded"
     num_layers: int = 1
+    max_checkpoints: int = 64
+    partial_hits: bool = False
 
     def __post_init__(self) -> None:
         names = [group.name for group in self.groups]
@@ -61,19 +66,45 @@ class CacheConfig:
                 raise CacheConfigError(f"{field} {getattr(self, field)} must be at least 1")
         if self.eviction not in ("lru", "next-use"):
             raise CacheConfigError(f"eviction {self.eviction!r} is not one of lru, next-use")
+        if self.max_checkpoints < 0:
+            raise CacheConfigError(f"max_checkpoints {self.max_checkpoints} must not be negative")
+        make_strategy(self.strategy, self.window, self.num_layers, self.alignment)
+
+    @property
+    def window(self) -> int:
+        """The widest window of any group; 0 without window groups."""
+        return max((group.window for group in self.groups if group.kind == "window"), default=0)
 
     @property
     def prefix_groups(self) -> tuple[CacheGroup, ...]:
-        return tuple(group for group in self.groups if group.kind == "prefix")
+        """Groups that live in pages: those of kind `prefix`, and under the strategy `full` windows too."""
+        kinds = ("prefix", "window") if self.strategy == "full" else ("prefix",)
+        return tuple(group for group in self.groups if group.kind in kinds)
 
     @property
     def window_groups(self) -> tuple[CacheGroup, ...]:
-        return tuple(group for group in self.groups if group.kind == "window")
+        """Groups that have blocks for the last positions only."""
+        return tuple(group for group in self.groups if group.kind == "window" and self.strategy != "full")
+
+    @property
+    def alignment(self) -> int:
+        """Tokens that are a whole number of blocks in every group that has blocks of tokens."""
+        return math.lcm(*(group.block_size for group in self.groups if group.kind != "state"))
 
     @property
     def page_size(self) -> int:
         """Tokens of one page: the least common multiple of the prefix groups' block sizes (all groups', without any)."""
         return math.lcm(*(group.block_size for group in self.prefix_groups or self.groups))
+
+    @property
+    def entry_tokens(self) -> int:
+        """Tokens that are a whole number of entries in every prefix group."""
+        return math.lcm(*(group.tokens_per_entry for group in self.prefix_groups))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all prefix groups."""
+        return sum(group.block_bytes * (self.page_size // group.block_size) for group in self.prefix_groups)
 
     @property
     def max_pages(self) -> int:
@@ -83,5 +114,6 @@ class CacheConfig:
     def window_blocks(self, group: CacheGroup) -> int:
         """Usable blocks of a window group: enough for every slot's window plus the rows of all steps in flight."""
         rows = self.max_tokens_per_step * self.max_in_flight
-        per_slot = -(-group.window // group.block_size) + 1 + self.max_in_flight
-        return self.max_running * per_slot + -(-rows // group.block_size)
+        window = -(-group.window // group.block_size) + 1
+        kept = self.max_checkpoints * window if self.strategy.startswith("periodic") else 0
+        return self.max_running * (window + self.max_in_flight) + -(-rows // group.block_size) + kept

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from deepinfer_cache.eviction import Evictor
+from deepinfer_cache.partial import PartialIndex
 
 
 class PagePool:
@@ -17,10 +16,11 @@ class PagePool:
 
     def __init__(self, num_pages: int, evictor: Evictor) -> None:
         self.num_pages = num_pages
-        self.refs = np.zeros(num_pages + 1, np.int32)
+        self.refs = [0] * (num_pages + 1)
         self.keys: list[bytes | None] = [None] * (num_pages + 1)  # the prefix that the page's content stands for
         self.index: dict[bytes, int] = {}
         self.evictor = evictor
+        self.partial = PartialIndex()
         self.evictions = 0
         self._free = list(range(num_pages, 0, -1))
 
@@ -47,7 +47,8 @@ class PagePool:
         """Hand out `count` pages with one reference each, evicting cached ones when none is free."""
         assert count <= self.available, f"{count} pages asked, {self.available} available"
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
-        self.refs[pages] = 1
+        for page in pages:
+            self.refs[page] = 1
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
@@ -65,6 +66,7 @@ class PagePool:
             if self.refs[page] == 0:
                 key = self.keys[page]
                 if key is None:
+                    self.partial.forget(page)
                     self._free.append(page)
                 else:
                     self.evictor.add(page, key)
@@ -83,11 +85,16 @@ class PagePool:
         self._free.extend(self._evict() for _ in range(count))
         return count
 
+    def free_pages(self) -> list[int]:
+        """Pages that hold nothing."""
+        return list(self._free)
+
     def _evict(self) -> int:
         page = self.evictor.pop()
         key = self.keys[page]
         assert key is not None, f"page {page} is evictable and stands for nothing"
         del self.index[key]
         self.keys[page] = None
+        self.partial.forget(page)
         self.evictions += 1
         return page

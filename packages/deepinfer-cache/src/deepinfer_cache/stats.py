@@ -18,6 +18,9 @@ class CacheStats:
         used_pages: pages that a sequence holds now, or that wait behind a fence.
         cached_pages: unused pages that still hold a prefix.
         peak_used_pages: the most `used_pages` has been.
+        saved_pages: pages copied to a lower tier.
+        loaded_pages: pages taken from a lower tier.
+        copied_pages: pages copied because only their first tokens were shared.
     """
 
     queries: int = 0
@@ -28,6 +31,9 @@ class CacheStats:
     used_pages: int = 0
     cached_pages: int = 0
     peak_used_pages: int = 0
+    saved_pages: int = 0
+    loaded_pages: int = 0
+    copied_pages: int = 0
 
     @property
     def hit_rate(self) -> float:

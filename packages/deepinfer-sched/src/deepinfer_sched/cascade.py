@@ -4,6 +4,41 @@ from __future__ import annotations
 
 import numpy as np
 
+from deepinfer_sched.step import Cascade
+
+
+class CascadeFinder:
+    """Finds the cascades of a step, anew only when its decode rows have changed."""
+
+    def __init__(self, page_size: int, min_rows: int, min_tokens: int) -> None:
+        self._page_size = page_size
+        self._min_rows = min_rows
+        self._min_pages = max(1, -(-min_tokens // page_size))
+        self._key: tuple[int, bytes] | None = None
+        self._cascades: tuple[Cascade, ...] = ()
+
+    def find(self, slots: np.ndarray, prompts: np.ndarray, pages: np.ndarray, changes: int) -> tuple[Cascade, ...]:
+        """Cascades among decode rows.
+
+        Args:
+            slots: int32 [n], slots of the decode rows, in plan order.
+            prompts: int [n], tokens of each row's prompt; sharing ends there.
+            pages: int32 [max_running, max_pages], the page table.
+            changes: a number that grows whenever a slot changes hands.
+        """
+        if not self._min_rows or len(slots) < self._min_rows:
+            return ()
+        key = (changes, slots.tobytes())
+        if key != self._key:
+            groups = find_shared_prefixes(pages[slots], prompts // self._page_size, self._min_pages)
+            self._cascades = tuple(
+                Cascade(rows.astype(np.int32), count, count * self._page_size)
+                for rows, count in groups
+                if len(rows) >= self._min_rows
+            )
+            self._key = key
+        return self._cascades
+
 
 def find_shared_prefixes(pages: np.ndarray, full_pages: np.ndarray, min_pages: int) -> list[tuple[np.ndarray, int]]:
     """Partition rows into groups with a common physical prefix so that the most page reads are saved.

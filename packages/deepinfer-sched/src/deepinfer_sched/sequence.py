@@ -31,6 +31,7 @@ class Sequence:
         slot: row of the block tables while it runs, else -1.
         cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before it.
         preemptions: how often it lost its slot.
+        promoted: it waited longer than `SchedConfig.max_wait_steps` and now goes first, whatever its priority.
         last_step: the last step that has a row of it.
     """
 
@@ -48,6 +49,7 @@ class Sequence:
     order: int = field(init=False, default=-1)
     cached_tokens: int = field(init=False, default=-1)
     preemptions: int = field(init=False, default=0)
+    promoted: bool = field(init=False, default=False)
     last_step: int = field(init=False, default=0)
     hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
 
@@ -63,6 +65,6 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def rank(self) -> tuple[int, int, int]:
         """Sort key: who runs first, and who is preempted last."""
-        return self.priority, self.order
+        return (0, 0, self.order) if self.promoted else (1, self.priority, self.order)

@@ -6,6 +6,7 @@ import numpy as np
 
 from deepinfer_sched.cache import Hit
 from deepinfer_sched.sequence import Sequence
+from deepinfer_sched.step import StepPlan
 
 
 class SlotState:
@@ -40,3 +41,22 @@ class SlotState:
 
     def close(self, slot: int) -> None:
         self.seq_ids[slot] = -1
+
+    def launch(self, slots: np.ndarray, ends: np.ndarray, drafts: np.ndarray, samples: np.ndarray, step: int) -> None:
+        """Rows up to `ends` are in flight with step `step`."""
+        self.computed[slots] = ends
+        self.pending[slots] += np.where(samples, drafts + 1, 0).astype(np.int32)
+        self.verifying[slots] = drafts > 0
+        self.last_step[slots] = step
+
+    def take(self, plan: StepPlan, rows: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Tokens that the given rows (bool [R]) of a plan have sampled; rejected drafts are taken back."""
+        slots, taken, drafts = plan.slots[rows], num_tokens[rows], plan.drafts[rows]
+        self.length[slots] += taken.astype(np.int32)
+        self.pending[slots] -= drafts + 1
+        verified = drafts > 0
+        if verified.any():
+            checked = slots[verified]
+            self.computed[checked] = (plan.starts[rows] + taken)[verified]
+            self.verifying[checked] = False
+            self.drafts[checked] = 0
