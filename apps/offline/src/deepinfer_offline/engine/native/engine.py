@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -114,7 +115,8 @@ class NativeEngine:
             self._drop(group)
 
     def has_unfinished(self) -> bool:
-        return bool(self._groups or self._airborne or self._finished)
+        """Whether a request has no output yet. A last step in flight whose rows have all ended does not count."""
+        return bool(self._groups or self._finished)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits of every position, float32 [n, vocab]. Only while nothing else is unfinished.
@@ -125,6 +127,7 @@ class NativeEngine:
         """
         if self.has_unfinished():
             raise RuntimeError("logits need an idle engine; finish or abort the requests first")
+        self._land_all()
         parts = self._parts
         check_request(Request("logits", token_ids, SamplingParams()), parts.info, has_tokenizer=False)
         self._next_seq += 1
@@ -190,6 +193,10 @@ class NativeEngine:
             raise
         if self._airborne:
             self._airborne[0].gate.set()
+
+    def _land_all(self) -> None:
+        while self._airborne:
+            self._land()
 
     def _apply(self, result: StepResult) -> None:
         plan = result.plan
@@ -344,6 +351,8 @@ class NativeEngine:
         if self._closed:
             return
         self._closed = True
+        with contextlib.suppress(Exception):  # a step that fails now has nobody to tell
+            self._land_all()
         self._open_gates()
         self._parts.grammars.close()
         self._parts.runner.close()
