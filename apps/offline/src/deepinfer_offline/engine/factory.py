@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepinfer_offline.engine.base import Engine, EngineStartError
+from deepinfer_offline.engine.base import Engine
 from deepinfer_offline.engine.options import EngineOptions
 from deepinfer_offline.text.tokenizer import load_tokenizer
 from deepinfer_offline.weights.source import resolve_model
@@ -27,29 +28,31 @@ def build_engine(options: EngineOptions) -> Engine:
 
         from deepinfer_offline.engine.vllm.engine import VllmEngine
 
-        return VllmEngine(replace(options, model=str(source.path)), name=source.name, tokenizer=tokenizer)
+        return VllmEngine(
+            replace(options, model=str(_vllm_folder(options, source))), name=source.name, tokenizer=tokenizer
+        )
     from deepinfer_offline.engine.native.build import build_native
 
     return build_native(options, source, tokenizer)
 
 
 def choose_engine(options: EngineOptions, source: ModelSource) -> str:
-    """`native` or `vllm`. `auto` takes vLLM where a CUDA device and vLLM are present and the model is a folder.
-
-    Raises:
-        EngineStartError: vLLM is asked to run a GGUF file.
-    """
-    if options.engine == "native":
-        return "native"
-    if options.engine == "vllm":
-        if source.is_gguf:
-            raise EngineStartError(
-                f"--engine vllm does not read GGUF files ({source.path.name}); use --engine native, "
-                "or give a Hugging Face folder"
-            )
-        return "vllm"
+    """`native` or `vllm`. `auto` takes vLLM where a CUDA device and vLLM are present and the model is a folder."""
+    if options.engine != "auto":
+        return options.engine
     if source.is_gguf or options.device in ("cpu", "npu") or importlib.util.find_spec("vllm") is None:
         return "native"
     import torch
 
     return "vllm" if torch.cuda.is_available() else "native"
+
+
+def _vllm_folder(options: EngineOptions, source: ModelSource) -> Path:
+    """The folder that vLLM loads: the source's own, or a GGUF file's contents as one."""
+    if not source.is_gguf:
+        return source.path
+    import torch
+
+    from deepinfer_offline.engine.vllm.export import exported_folder
+
+    return exported_folder(source, torch.float32 if options.dtype == "float32" else torch.bfloat16)
