@@ -77,6 +77,19 @@ def tokenizer(vocabulary: Vocabulary) -> Any:
     return made
 
 
+@functools.cache
+def _limits() -> Any:
+    """Wider than the library's defaults: a grammar that compiles should not give up in the middle of a text."""
+    return require().LLParserLimits(
+        max_items_in_row=20_000,
+        initial_lexer_fuel=20_000_000,
+        step_lexer_fuel=4_000_000,
+        step_max_items=1_000_000,
+        max_grammar_size=2_000_000,
+        verbose_errors=False,
+    )
+
+
 class LlguidanceMatcher:
     """One sequence."""
 
@@ -121,7 +134,7 @@ class LlguidanceGrammar:
 
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
         lib = require()
-        self._prototype = lib.LLMatcher(tokenizer(vocabulary), text, log_level=0)
+        self._prototype = lib.LLMatcher(tokenizer(vocabulary), text, log_level=0, limits=_limits())
         if self._prototype.is_error():
             message = _first_line(self._prototype.get_error())
             limited = any(word in message.lower() for word in _LIMIT_WORDS)

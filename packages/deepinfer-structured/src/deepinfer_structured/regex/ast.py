@@ -86,9 +86,23 @@ def cat(*parts: Node) -> Node:
             return NEVER
         pieces = part.parts if isinstance(part, Cat) else (part,)
         for piece in pieces:
+            if piece == ANY and flat:
+                # any text takes what a repetition beside it could take in excess of its least count
+                flat[-1:] = _least(flat[-1])
+            elif flat and flat[-1] == ANY:
+                for kept in _least(piece):
+                    flat.append(kept)
+                continue
             if not (piece == ANY and flat and flat[-1] == ANY):
                 flat.append(piece)
     return flat[0] if len(flat) == 1 else Cat(tuple(flat))
+
+
+def _least(node: Node) -> list[Node]:
+    """A repetition of single characters cut to its least count."""
+    if not isinstance(node, Repeat) or not isinstance(node.body, Chars) or node == ANY:
+        return [node]
+    return [repeat(node.body, node.low, node.low)] if node.low else []
 
 
 def alt(*options: Node) -> Node:

@@ -18,35 +18,40 @@ _DIRECT = charset.invert(((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
 _HEX = "0123456789abcdef"
 
 
-def terminal(node: Node) -> str:
-    """A terminal expression (right side of an uppercase Lark rule) for the language, spelled as JSON string content."""
+def terminal(node: Node, *, raw: bool = False) -> str:
+    """A terminal expression (right side of an uppercase Lark rule) for the language.
+
+    Texts are spelled as JSON string content, or with `raw` as they are. Refers to C and U of `definitions`.
+    """
     if node == ANY:
         return "U"
     if node == ANY_CHAR:
         return "C"
     if is_plain(node):
-        return f"/{text}/" if (text := plain(node)) else '""'
+        return f"/{text}/" if (text := plain(node, raw=raw)) else '""'
     match node:
+        case Repeat(_, _, 0):
+            return '""'
         case Cat(parts):
-            return " ".join(_atom(p) for p in _group_plain(parts, Cat)) or '""'
+            return " ".join(_atom(p, raw) for p in _group_plain(parts, Cat)) or '""'
         case Alt(options):
-            return "(" + " | ".join(terminal(o) for o in _group_plain(options, Alt)) + ")"
+            return "(" + " | ".join(terminal(o, raw=raw) for o in _group_plain(options, Alt)) + ")"
         case Repeat(body, low, high):
-            return f"{_atom(body)}{{{low},{'' if high is None else high}}}"
+            return f"{_atom(body, raw)}{{{low},{'' if high is None else high}}}"
         case Both(parts):
-            return "(" + " & ".join(_atom(p) for p in parts) + ")"
+            return "(" + " & ".join(_atom(p, raw) for p in parts) + ")"
         case Not(body):
-            return f"(U & ~({terminal(body)}))"
+            return f"(U & ~({terminal(body, raw=raw)}))"
     raise TypeError("a pattern is not a language")
 
 
-def definitions() -> str:
+def definitions(*, raw: bool = False) -> str:
     """The terminals that `terminal` refers to: C, one character, and U, any text."""
-    return f"C: /{plain(ANY_CHAR)}/\nU: /{plain(ANY)}/\n"
+    return f"C: /{plain(ANY_CHAR, raw=raw)}/\nU: /{plain(ANY, raw=raw)}/\n"
 
 
-def _atom(node: Node) -> str:
-    text = terminal(node)
+def _atom(node: Node, raw: bool) -> str:
+    text = terminal(node, raw=raw)
     return text if is_plain(node) or text.startswith("(") else f"({text})"
 
 
@@ -64,17 +69,18 @@ def _group_plain(parts: tuple[Node, ...], kind: type[Cat] | type[Alt]) -> list[N
     return [*out, kind(tuple(run))] if run else out
 
 
-def plain(node: Node) -> str:
+def plain(node: Node, *, raw: bool = False) -> str:
     """A regular expression in the syntax of the Rust regex crate, safe between slashes."""
     match node:
         case Chars(ranges):
-            return char_class(ranges)
+            return _bracket(ranges) if raw else char_class(ranges)
         case Cat(parts):
-            return "".join(f"(?:{plain(p)})" if isinstance(p, Alt) else plain(p) for p in parts)
+            texts = ((p, plain(p, raw=raw)) for p in parts)
+            return "".join(f"(?:{text})" if isinstance(p, Alt) else text for p, text in texts)
         case Alt(options):
-            return "|".join(plain(o) for o in options) if options else r"[^\x00-\u{10FFFF}]"
+            return "|".join(plain(o, raw=raw) for o in options) if options else r"[^\x00-\u{10FFFF}]"
         case Repeat(body, low, high):
-            inner = plain(body)
+            inner = plain(body, raw=raw)
             group = inner if _single(inner) else f"(?:{inner})"
             return group + _bounds(low, high)
     raise TypeError("not a plain language")
@@ -136,14 +142,20 @@ def _pair(code: int) -> tuple[int, int]:
 
 
 def _pair_range(first: tuple[int, int], last: tuple[int, int]) -> list[str]:
+    """Surrogate pairs first..last, as blocks of high halves with the low halves that they allow."""
     pieces: list[tuple[int, int, int, int]] = []
-    if first[0] == last[0]:
-        pieces.append((first[0], first[0], first[1], last[1]))
+    start, end = first[0], last[0]
+    if start == end:
+        pieces.append((start, end, first[1], last[1]))
     else:
-        pieces.append((first[0], first[0], first[1], 0xDFFF))
-        if last[0] - first[0] > 1:
-            pieces.append((first[0] + 1, last[0] - 1, 0xDC00, 0xDFFF))
-        pieces.append((last[0], last[0], 0xDC00, last[1]))
+        if first[1] > 0xDC00:
+            pieces.append((start, start, first[1], 0xDFFF))
+            start += 1
+        if last[1] < 0xDFFF:
+            pieces.append((end, end, 0xDC00, last[1]))
+            end -= 1
+        if start <= end:
+            pieces.append((start, end, 0xDC00, 0xDFFF))
     out = []
     for a, b, c, d in pieces:
         highs, lows = _hex_range(f"{a:04x}", f"{b:04x}"), _hex_range(f"{c:04x}", f"{d:04x}")
@@ -155,23 +167,27 @@ def _hex_range(low: str, high: str) -> list[str]:
     """Expressions for the equally long hexadecimal numbers low..high."""
     if low == high:
         return ["".join(_digits(d, d) for d in low)]
-    width = len(low)
-    same = next(i for i in range(width) if low[i] != high[i])
+    same = next(i for i in range(len(low)) if low[i] != high[i])
     head = "".join(_digits(d, d) for d in low[:same])
-    a, b = low[same:], high[same:]
-    if set(a[1:]) <= {"0"} and set(b[1:]) <= {"f"}:
-        return [head + _digits(a[0], b[0]) + "[0-9a-fA-F]" * (len(a) - 1)]
-    out = [head + _digits(a[0], a[0]) + rest for rest in _hex_range(a[1:], "f" * (len(a) - 1))]
-    middle = _HEX[_HEX.index(a[0]) + 1 : _HEX.index(b[0])]
-    if middle:
-        out.append(head + _digits(middle[0], middle[-1]) + "[0-9a-fA-F]" * (len(a) - 1))
-    return out + [head + _digits(b[0], b[0]) + rest for rest in _hex_range("0" * (len(b) - 1), b[1:])]
+    a, b, width = low[same:], high[same:], len(low) - same - 1
+    out, first, last = [], _HEX.index(a[0]), _HEX.index(b[0])
+    if set(a[1:]) - {"0"}:
+        out += [head + _digits(a[0], a[0]) + rest for rest in _hex_range(a[1:], "f" * width)]
+        first += 1
+    if set(b[1:]) - {"f"}:
+        out += [head + _digits(b[0], b[0]) + rest for rest in _hex_range("0" * width, b[1:])]
+        last -= 1
+    if first <= last:
+        out.append(head + _digits(_HEX[first], _HEX[last]) + "[0-9a-fA-F]" * width)
+    return out
 
 
 def _digits(low: str, high: str) -> str:
     members = _HEX[_HEX.index(low) : _HEX.index(high) + 1]
-    both_cases = "".join(dict.fromkeys(members + members.upper()))
-    return both_cases if len(both_cases) == 1 else f"[{both_cases}]"
+    spans = ("0123456789", "abcdef", "ABCDEF")
+    kept = ["".join(d for d in span if d.lower() in members) for span in spans]
+    text = "".join(k if len(k) < 3 else f"{k[0]}-{k[-1]}" for k in kept)
+    return text if len(text) == 1 else f"[{text}]"
 
 
 def quoted_literal(text: str) -> str:

@@ -134,12 +134,14 @@ def _ends_text(items: list[Node], tail: Node) -> bool:
 def _without_match(item: Repeat) -> Node | None:
     """`((?!X).)*`: text without X, the usual way to write it. None if the repetition is another one."""
     body = item.body
-    if not isinstance(body, Cat) or len(body.parts) != 2 or item.high is not None or item.low > 1:
+    if not isinstance(body, Cat) or len(body.parts) < 2 or item.high is not None or item.low > 1:
         return None
-    condition, step = body.parts
-    if not isinstance(condition, Assert) or condition.kind != "!" or not isinstance(step, Chars):
-        return None
-    assert condition.body is not None
-    if has_assertion(condition.body) or nullable(condition.body):
-        return None
-    return both(repeat(step, item.low, None), complement(cat(ANY, condition.body, ANY)))
+    *conditions, step = body.parts
+    found: list[Node] = []
+    for condition in conditions:
+        if not isinstance(condition, Assert) or condition.kind != "!" or condition.body is None:
+            return None
+        if has_assertion(condition.body) or nullable(condition.body):
+            return None
+        found.append(complement(cat(ANY, condition.body, ANY)))
+    return both(repeat(step, item.low, None), *found) if isinstance(step, Chars) else None

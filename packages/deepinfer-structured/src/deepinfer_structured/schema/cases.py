@@ -40,9 +40,19 @@ class Number:
     kind: str = "number"
 
     def empty(self) -> bool:
+        """Whether no number is within the bounds, counting `integer` and `multiple`."""
         if self.low is None or self.high is None:
             return False
-        return self.low > self.high or (self.low == self.high and (self.low_open or self.high_open))
+        if self.low > self.high or (self.low == self.high and (self.low_open or self.high_open)):
+            return True
+        step = Fraction(1) if self.integer and self.multiple is None else self.multiple
+        if step is None:
+            return False
+        low, high = Fraction(self.low), Fraction(self.high)
+        first = -(-low // step) * step
+        if self.low_open and first == low:
+            first += step
+        return first > high or (first == high and self.high_open)
 
 
 @dataclass(frozen=True, slots=True)

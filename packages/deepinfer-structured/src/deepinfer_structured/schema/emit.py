@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any
 
 from deepinfer_structured.errors import LimitExceeded, UnsupportedSchema
@@ -133,7 +134,14 @@ class Emitter:
         if schema is not None:
             guidance = f',"x-guidance":{{"whitespace_pattern":{self.skip}}}' if self.skip else _NO_SPACE
             return Term(f"%json {schema[:-1]}{guidance}}}")
-        text = numbers.terminal(case)
+        try:
+            text = numbers.terminal(case)
+        except numbers.Inexpressible:
+            few = numbers.listed(case)
+            if few is None:
+                raise
+            kept = [n for n in few if self.solver.admits(case, Decimal(numbers.plain(n)))]
+            text = " | ".join(f'"{numbers.plain(n)}"' for n in kept)
         return self.terminal(text) if text else DEAD
 
     def _string(self, case: c.String) -> Expr:
@@ -142,6 +150,8 @@ class Emitter:
             return DEAD if language == NO_TEXT else self.quoted(text_terminal(language))
         if not case.low and case.high is None:
             return STRING
+        if case.high == 0:
+            return self.terminal('"\\"\\""')
         return self.terminal(f'"\\"" FREE{{{case.low},{"" if case.high is None else case.high}}} "\\""')
 
 

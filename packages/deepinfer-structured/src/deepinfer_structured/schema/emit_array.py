@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from deepinfer_structured.errors import LimitExceeded, UnsupportedSchema
 from deepinfer_structured.schema import cases as c
 from deepinfer_structured.schema.obligation import NEVER, Obligation, join
-from deepinfer_structured.schema.rules import COMMA, DEAD, EPSILON, Expr, Many, Or, Ref, Term, choice, maybe, seq
+from deepinfer_structured.schema.rules import COMMA, DEAD, EPSILON, Expr, Or, Ref, Term, choice, many, maybe, seq
 from deepinfer_structured.schema.values import TYPES, canon
 
 if TYPE_CHECKING:
@@ -59,13 +59,13 @@ def _more(item: Expr, low: int, high: int | None) -> Expr:
     """`low` to `high` further items, each with its comma."""
     if item == DEAD or high == 0:
         return EPSILON if low == 0 else DEAD
-    return Many(seq(COMMA, item), low, high)
+    return many(seq(COMMA, item), low, high)
 
 
 def _repeated(item: Expr, low: int, high: int | None) -> Expr:
     if item == DEAD or high == 0:
         return EPSILON if low == 0 else DEAD
-    some = seq(item, Many(seq(COMMA, item), max(low - 1, 0), None if high is None else high - 1))
+    some = seq(item, many(seq(COMMA, item), max(low - 1, 0), None if high is None else high - 1))
     return some if low else maybe(some)
 
 

@@ -12,7 +12,7 @@ from deepinfer_structured.regex import Node as Language
 from deepinfer_structured.regex import alt, both, complement, literal, matches
 from deepinfer_structured.schema import cases as c
 from deepinfer_structured.schema.obligation import NEVER, TOP, Obligation, join
-from deepinfer_structured.schema.rules import COLON, COMMA, DEAD, EPSILON, Expr, Many, Ref, Term, choice, maybe, seq
+from deepinfer_structured.schema.rules import COLON, COMMA, DEAD, EPSILON, Expr, Ref, Term, choice, many, maybe, seq
 
 if TYPE_CHECKING:
     from deepinfer_structured.schema.emit import Emitter
@@ -54,6 +54,9 @@ def _settle(emitter: Emitter, case: c.Object) -> list[tuple[c.Object, tuple[tupl
                     together = emitter.solver.meet_two(found, here)
                     if isinstance(together, c.Object):
                         grown.append((together, witnesses))
+            for i, (key, value) in enumerate(witnesses):  # one property may serve several
+                shared = (both(key, language), join(value, wanted))
+                grown.append((found, (*witnesses[:i], shared, *witnesses[i + 1 :])))
             grown.append((found, (*witnesses, (language, wanted))))
         settled = grown[: emitter.solver.options.limits.max_cases]
     return settled
@@ -150,7 +153,7 @@ def _properties(emitter: Emitter, plan: _Plan) -> Expr:
 
 def _tail(plan: _Plan, *, after: bool) -> Expr:
     """Unnamed properties, with the witnesses among them; `after` says that something stands before."""
-    extras = Many(seq(COMMA, plan.extra), 0, None) if plan.extra != DEAD else EPSILON
+    extras = many(seq(COMMA, plan.extra), 0, None) if plan.extra != DEAD else EPSILON
     if after:
         parts: list[Expr] = [extras]
         for witness in plan.witnesses:
@@ -158,7 +161,7 @@ def _tail(plan: _Plan, *, after: bool) -> Expr:
         return seq(*parts)
     if not plan.witnesses:
         return maybe(seq(plan.extra, extras)) if plan.extra != DEAD else EPSILON
-    before = Many(seq(plan.extra, COMMA), 0, None) if plan.extra != DEAD else EPSILON
+    before = many(seq(plan.extra, COMMA), 0, None) if plan.extra != DEAD else EPSILON
     parts = [before, plan.witnesses[0], extras]
     for witness in plan.witnesses[1:]:
         parts += [COMMA, witness, extras]
@@ -218,11 +221,11 @@ def _counted_tail(plan: _Plan, count: int, low: int, high: int | None) -> Expr:
             parts += ([COMMA] if count or i else []) + [witness]
         if plan.extra == DEAD:
             return seq(*parts) if low <= must else DEAD
-        more = Many(seq(COMMA, plan.extra), max(low - must, 0), None if high is None else high - must)
+        more = many(seq(COMMA, plan.extra), max(low - must, 0), None if high is None else high - must)
         return seq(*parts, more)
     if plan.extra == DEAD or high == 0:
         return EPSILON if low == 0 else DEAD
     if count:
-        return Many(seq(COMMA, plan.extra), low, high)
-    some = seq(plan.extra, Many(seq(COMMA, plan.extra), max(low - 1, 0), None if high is None else high - 1))
+        return many(seq(COMMA, plan.extra), low, high)
+    some = seq(plan.extra, many(seq(COMMA, plan.extra), max(low - 1, 0), None if high is None else high - 1))
     return some if low else maybe(some)

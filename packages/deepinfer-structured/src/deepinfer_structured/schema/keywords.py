@@ -66,7 +66,7 @@ def _factors(solver: Solver, node: Node, type_: str) -> Iterator[Factor]:
         return
     for keyword in ("type", "enum", "const"):  # first: they refute most cases at once
         if keyword in schema and (keyword != "const" or draft >= 6):
-            yield _VALUE_FACTORS[keyword](node, type_)
+            yield _VALUE_FACTORS[keyword](solver, node, type_)
     written = False
     for keyword in schema:
         if keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
@@ -81,7 +81,7 @@ def _factors(solver: Solver, node: Node, type_: str) -> Iterator[Factor]:
         yield from _BY_TYPE[type_](solver, node)
 
 
-def _type(node: Node, type_: str) -> Factor:
+def _type(_solver: Solver, node: Node, type_: str) -> Factor:
     names = node.schema["type"]
     names = names if isinstance(names, list) else [names]
     bad = [n for n in names if not isinstance(n, str) or n not in (*TYPES, "integer", "any")]
@@ -97,19 +97,19 @@ def _type(node: Node, type_: str) -> Factor:
     return Factor(list, lambda: top)
 
 
-def _enum(node: Node, type_: str) -> Factor:
+def _enum(solver: Solver, node: Node, type_: str) -> Factor:
     values = node.schema["enum"]
     if not isinstance(values, list):
         raise InvalidSpec(f"schema at {node.pointer or '/'}: enum must be a list, got {dumps(values)[:80]}")
-    return keywords_scalar.one_of_values([v for v in values if kind(v) == type_], type_, node)
+    return keywords_scalar.one_of_values(solver, [v for v in values if kind(v) == type_], type_, node)
 
 
-def _const(node: Node, type_: str) -> Factor:
+def _const(solver: Solver, node: Node, type_: str) -> Factor:
     value = node.schema["const"]
-    return keywords_scalar.one_of_values([value] if kind(value) == type_ else [], type_, node)
+    return keywords_scalar.one_of_values(solver, [value] if kind(value) == type_ else [], type_, node)
 
 
-_VALUE_FACTORS: dict[str, Callable[[Node, str], Factor]] = {"type": _type, "enum": _enum, "const": _const}
+_VALUE_FACTORS: dict[str, Callable[[Solver, Node, str], Factor]] = {"type": _type, "enum": _enum, "const": _const}
 
 
 def _reference(solver: Solver, node: Node, keyword: str, type_: str) -> Factor:

@@ -15,21 +15,22 @@ from deepinfer_structured.schema import cases as c
 from deepinfer_structured.schema.document import Node
 from deepinfer_structured.schema.factor import Factor, bad_value, count_of
 from deepinfer_structured.schema.formats import format_languages
+from deepinfer_structured.schema.obligation import NEVER, TOP, Obligation, must
 from deepinfer_structured.schema.values import canon, kind
 
 if TYPE_CHECKING:
     from deepinfer_structured.schema.solver import Solver
 
 
-def one_of_values(values: list[Any], type_: str, node: Node) -> Factor:
+def one_of_values(solver: Solver, values: list[Any], type_: str, node: Node) -> Factor:
     """One of some values of one type."""
     if not values:
         return Factor(list, lambda: [c.ANY[type_]])
     unique = tuple({canon(v): v for v in values}.values())
-    return Factor(lambda: [c.Values(type_, unique)], lambda: _other_values(unique, type_, node))
+    return Factor(lambda: [c.Values(type_, unique)], lambda: _other_values(solver, unique, type_, node))
 
 
-def _other_values(values: tuple[Any, ...], type_: str, node: Node) -> list[c.Case]:
+def _other_values(solver: Solver, values: tuple[Any, ...], type_: str, node: Node) -> list[c.Case]:
     if type_ in ("null", "boolean"):
         all_values = c.ANY[type_]
         assert isinstance(all_values, c.Values)
@@ -39,9 +40,35 @@ def _other_values(values: tuple[Any, ...], type_: str, node: Node) -> list[c.Cas
         return [c.Number(holes=values)]
     if type_ == "string":
         return [c.String(languages=(complement(alt(*(literal(v) for v in values))),))]
-    if any(values):
-        raise UnsupportedSchema(node.pointer, "enum", f"the complement of {type_} values is not expressible")
-    return [c.Array(low=1)] if type_ == "array" else [c.Object(low=1)]
+    found: list[c.Case] = [c.ANY[type_]]
+    for value in values:
+        other = _other_array if type_ == "array" else _other_object
+        found = solver.meet(found, other(solver, value, node))
+    return found
+
+
+def _differs(solver: Solver, value: Any, node: Node) -> Obligation:
+    return must(solver.document.synthetic(node, {"enum": [value]}), False)
+
+
+def _other_array(solver: Solver, value: list[Any], node: Node) -> list[c.Case]:
+    """Arrays that differ from one: in length, or at a position."""
+    found: list[c.Case] = [c.Array(low=len(value) + 1)]
+    if value:
+        found.append(c.Array(high=len(value) - 1))
+    for i, item in enumerate(value):
+        found.append(c.Array(items=(c.Items((TOP,) * i + (_differs(solver, item, node),)),), low=i + 1))
+    return found
+
+
+def _other_object(solver: Solver, value: dict[str, Any], node: Node) -> list[c.Case]:
+    """Objects that differ from one: a property is missing, has another value, or there is one more."""
+    names = alt(*(literal(n) for n in value))
+    found: list[c.Case] = [c.Object(exists=((complement(names), TOP),))]
+    for name, item in value.items():
+        found.append(c.Object((c.Properties(((name, NEVER),)),)))
+        found.append(c.Object((c.Properties(((name, _differs(solver, item, node)),)),), (name,)))
+    return found
 
 
 def number_factors(solver: Solver, node: Node) -> Iterator[Factor]:

@@ -13,6 +13,7 @@ _INT = r"(?:0|[1-9][0-9]*)"
 _ANY_NUMBER = rf"/-?{_INT}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?/"
 _FRACTIONAL = rf"/-?{_INT}\.[0-9]*[1-9][0-9]*/"
 _MAX_MODULUS = 13
+_MAX_LISTED = 2000
 _PREC = 2000
 
 
@@ -41,6 +42,17 @@ def terminal(case: Number) -> str:
     return f"({text}) & " + " & ".join(f"({c})" for c in conditions)
 
 
+def listed(case: Number) -> list[Fraction] | None:
+    """All numbers of a case, if they are few."""
+    step = Fraction(1) if case.integer and case.multiple is None else case.multiple
+    if step is None or case.low is None or case.high is None or not _is_decimal(step):
+        return None
+    first, last = -(-Fraction(case.low) // step), Fraction(case.high) // step
+    if last - first > _MAX_LISTED:
+        return None
+    return [k * step for k in range(int(first), int(last) + 1)]
+
+
 def as_json(case: Number) -> str | None:
     """The case as a JSON schema that llguidance enforces, or None if it has more than bounds and one multiple."""
     if case.non_multiples or case.holes or case.integer is False or case.multiple is None:
@@ -49,7 +61,7 @@ def as_json(case: Number) -> str | None:
     if case.integer or not _is_decimal(fraction):
         parts = ['"type":"integer"', f'"multipleOf":{fraction.numerator}']
     else:
-        parts = ['"type":"number"', f'"multipleOf":{_plain(fraction)}']
+        parts = ['"type":"number"', f'"multipleOf":{plain(fraction)}']
     if case.low is not None:
         parts.append(f'"{"exclusiveMinimum" if case.low_open else "minimum"}":{dumps(case.low)}')
     if case.high is not None:
@@ -65,7 +77,8 @@ def _is_decimal(value: Fraction) -> bool:
     return rest == 1
 
 
-def _plain(value: Fraction) -> str:
+def plain(value: Fraction) -> str:
+    """A decimal fraction without exponent."""
     with localcontext() as context:
         context.prec = _PREC
         return f"{Decimal(value.numerator) / Decimal(value.denominator):f}"

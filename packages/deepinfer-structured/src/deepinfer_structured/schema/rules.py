@@ -54,12 +54,19 @@ def seq(*parts: Expr) -> Expr:
     flat: list[Expr] = []
     for part in parts:
         flat += part.parts if isinstance(part, Seq) else (part,)
+    if DEAD in flat:
+        return DEAD
     return flat[0] if len(flat) == 1 else Seq(tuple(flat))
 
 
 def choice(*options: Expr) -> Expr:
-    unique = tuple(dict.fromkeys(options))
+    unique = tuple(dict.fromkeys(o for o in options if o != DEAD))
     return unique[0] if len(unique) == 1 else Or(unique)
+
+
+def many(body: Expr, low: int, high: int | None) -> Expr:
+    """`low` to `high` copies of a body."""
+    return EPSILON if high == 0 else Many(body, low, high)
 
 
 def maybe(body: Expr) -> Expr:

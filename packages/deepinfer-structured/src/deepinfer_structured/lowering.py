@@ -1,0 +1,87 @@
+"""Every kind of specification to grammar text that needs no vocabulary yet."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer_structured import tags
+from deepinfer_structured.config import Options
+from deepinfer_structured.engines import llguidance
+from deepinfer_structured.errors import InvalidSpec, LimitExceeded
+from deepinfer_structured.regex import NEVER, quote
+from deepinfer_structured.regex.search import whole
+from deepinfer_structured.schema.lower import lower
+from deepinfer_structured.spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """Grammar text for one engine, and remarks for the user.
+
+    Attributes:
+        engine: "llguidance" (Lark text) or "xgrammar" (a JSON schema or EBNF).
+        text: what the engine compiles.
+        notes: remarks, e.g. a `format` that is only an annotation.
+        form: for xgrammar, "json_schema", "ebnf" or "regex".
+    """
+
+    engine: str
+    text: str
+    notes: tuple[str, ...] = ()
+    form: str = "lark"
+
+
+def lower_spec(spec: Spec, options: Options) -> Lowered:
+    """Lower a specification for llguidance.
+
+    Raises:
+        StructuredError: see `compile_spec`.
+    """
+    if len(spec.content) > options.limits.max_bytes:
+        raise LimitExceeded(f"the {spec.kind} has {len(spec.content)} bytes, the limit is {options.limits.max_bytes}")
+    match spec.kind:
+        case "json_schema" | "json_object":
+            found = lower(spec.content if spec.kind == "json_schema" else '{"type": "object"}', options)
+            return Lowered("llguidance", found.lark, found.notes)
+        case "regex":
+            return Lowered("llguidance", _regex(spec.content))
+        case "choice":
+            return Lowered("llguidance", f"start: {' | '.join(quote.lark_string(o) for o in _choices(spec.content))}\n")
+        case "structural_tag":
+            text, notes = tags.lower_tags(spec.content, options)
+            return Lowered("llguidance", text, notes)
+        case "grammar":
+            return Lowered("llguidance", _grammar(spec.content))
+
+
+def _regex(pattern: str) -> str:
+    language = whole(pattern)
+    if language == NEVER:
+        raise InvalidSpec(f"no text matches the regular expression {pattern[:200]!r}")
+    return f"{quote.definitions(raw=True)}start: TEXT\nTEXT: {quote.terminal(language, raw=True)}\n"
+
+
+def _choices(content: str) -> list[str]:
+    try:
+        options: Any = json.loads(content)
+    except ValueError as error:
+        raise InvalidSpec(f"choice must be a JSON list of texts: {error}") from None
+    if not isinstance(options, list) or not options or not all(isinstance(o, str) for o in options):
+        raise InvalidSpec("choice must be a JSON list of at least one text")
+    return options
+
+
+def _grammar(text: str) -> str:
+    """Lark text; EBNF (`root ::= ...`) is translated."""
+    if not re.search(r"^\s*[\w-]+\s*::=", text, re.MULTILINE):
+        return text
+    llguidance.require()
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:
+        raise InvalidSpec(f"the EBNF grammar does not parse: {error}") from None
