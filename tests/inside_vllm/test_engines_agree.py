@@ -52,7 +52,7 @@ def transformers_answers(lines, folder):
 
 
 def test_the_engines_and_transformers_give_the_same_answers(lines, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path / "cache"))
     native = answers("native", lines, tmp_path)
     vllm = answers("vllm", lines, tmp_path)
     assert vllm == native

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,8 +19,10 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 
 
 def cache_folder() -> Path:
-    """Where exported folders go: `$XDG_CACHE_HOME/deepinfer/exported`, by default under `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer" / "exported"
+    """`exported` in `$DEEPINFER_CACHE_DIR`, by default in `$XDG_CACHE_HOME/deepinfer` or `~/.cache/deepinfer`."""
+    own = os.environ.get("DEEPINFER_CACHE_DIR")
+    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepinfer"
+    return base.expanduser() / "exported"
 
 
 def exported_folder(source: ModelSource, dtype: torch.dtype) -> Path:
@@ -55,7 +58,8 @@ def _write(source: ModelSource, dtype: torch.dtype, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     folder.mkdir()
-    AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name).save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
+    tokenizer.save_pretrained(folder)
     reader = source.open()
     tensors = {tensor: reader.read(tensor).to(dtype).contiguous() for tensor in reader.shapes}
     reader.close()

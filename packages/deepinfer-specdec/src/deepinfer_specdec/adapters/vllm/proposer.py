@@ -49,7 +49,7 @@ class DrafterProposer:
         for name in gone:
             self._drafter.end(name)
         for row, (name, before) in zip(rows, found, strict=True):
-            tokens = token_ids_cpu[row, before : int(num_tokens_no_spec[row])]
+            tokens = np.asarray(token_ids_cpu[row, before : int(num_tokens_no_spec[row])], np.int32)
             if before:
                 self._drafter.extend(name, tokens)
             else:
