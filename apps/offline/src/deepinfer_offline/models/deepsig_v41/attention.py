@@ -16,7 +16,7 @@ from deepinfer_offline.models.deepsig_v41.weights import AttentionWeights
 from deepinfer_offline.ops import deepsig as ops
 
 _MAX_SCORES = 1 << 23  # attention scores held at once, float32 elements
-_DENSE_FACTOR = 4  # prompt tiles attend densely (with a mask) up to this many times the selected entries
+_MAX_KEPT = 1 << 24  # gathered keys kept for the layers that reuse a selection, float32 elements
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ def project_latents(
     both = functional.linear(x, weights.wqkv_a)
     latent, kv = both.split((config.q_lora_rank, config.head_dim), dim=-1)
     latent = ops.rms_norm(latent, weights.q_norm, config.rms_norm_eps)
-    return latent, ops.apply_rope(ops.rms_norm(kv, weights.kv_norm, config.rms_norm_eps), rotary)
+    return latent, ops.apply_rope(ops.rms_norm(kv, weights.kv_norm, config.rms_norm_eps), rotary, inplace=True)
 
 
 def attention_output(attended: Tensor, weights: AttentionWeights, rotary: ops.RotaryTable) -> Tensor:
     """Undo the rotation and project: [T, heads, head_dim] to [T, d]."""
-    straight = ops.apply_rope(attended, rotary, inverse=True)
+    straight = ops.apply_rope(attended, rotary, inverse=True, inplace=True)
     groups, rank, width = weights.wo_a.shape
     grouped = straight.reshape(-1, groups, width).transpose(0, 1)
     low = torch.bmm(grouped, weights.wo_a.transpose(1, 2)).transpose(0, 1).reshape(-1, groups * rank)
@@ -81,24 +81,28 @@ def attend_rows(
         [T, d].
     """
     q = functional.linear(query_latent, weights.wq_b).unflatten(-1, (config.num_attention_heads, config.head_dim))
-    q = ops.apply_rope(q, rotary)
+    q = ops.apply_rope(q, rotary, inplace=True)
     out = torch.empty_like(q)
     for number, tile in enumerate(tiles):
         selection = compressed.selections[number] if compressed else None
-        if compressed and selection and _gathers(tile, selection, config):
-            result = _attend_gathered(q, weights, config, step, tile, window_pool, compressed, selection)
+        if compressed and selection and selection.slots is not None and not _keeps(tile, selection, config):
+            result = _attend_sparse(q, weights, config, tile, window_pool, compressed.pool, selection.slots)
         else:
-            result = _attend_dense(q, weights, config, step, tile, window_pool, compressed, selection)
-        tile.put(out, result)
+            result = _attend_tiles(q, weights, config, step, tile, window_pool, compressed, selection)
+        if tile.whole:
+            out = result.squeeze(1)
+        else:
+            tile.put(out, result)
     return attention_output(out, weights, rotary)
 
 
-def _gathers(tile: TileSet, selection: Selection, config: V41Config) -> bool:
-    factor = 1 if tile.shape[1] == 1 else _DENSE_FACTOR
-    return selection.mask.shape[-1] > factor * config.index_topk
+def _keeps(tile: TileSet, selection: Selection, config: V41Config) -> bool:
+    """Whether the selected entries are gathered once and kept, decoded, for the layers that reuse the selection."""
+    assert selection.slots is not None
+    return tile.shape[1] == 1 and selection.slots.numel() * config.head_dim <= _MAX_KEPT
 
 
-def _attend_dense(
+def _attend_tiles(
     q: Tensor,
     weights: AttentionWeights,
     config: V41Config,
@@ -108,50 +112,67 @@ def _attend_dense(
     compressed: CompressedKeys | None,
     selection: Selection | None,
 ) -> Tensor:
-    """Every visible entry is a key; the selection is a mask."""
+    """Dense attention of each tile over its entries and its window, under a mask where one is needed."""
     b, m = tile.shape
     queries = tile.take(q)
-    entries = _dense_entries(tile, step, config, compressed) if compressed else None
+    entries, visible, by_tile = None, None, False
+    if compressed and selection:
+        entries, visible = _entries(tile, step, config, compressed, selection)
+        by_tile = selection.slots is not None or tile.single
+    allowed = _joined_mask(tile, entries, visible)
     width = tile.window_slots.shape[1] + (0 if entries is None else entries.shape[1])
     size = max(1, _MAX_SCORES // (width * max(m * config.num_attention_heads, config.head_dim)))
     parts = []
     for start in range(0, b, size):
         part = slice(start, start + size)
         keys = ops.kv_gather(window_pool, tile.window_slots[part], "fp8", config.head_dim, torch.float32)
-        allowed = tile.window_allowed[part]
-        if entries is not None and selection is not None:
-            keys = torch.cat((entries[tile.owner[part]], keys), dim=1)
-            allowed = torch.cat((selection.mask[part], allowed), dim=2)
-        parts.append(ops.attend(queries[part], keys, allowed, weights.sink, config.attention_scale))
+        if entries is not None:
+            keys = torch.cat((entries[part] if by_tile else entries[tile.owner[part]], keys), dim=1)
+        mask = None if allowed is None else allowed[part]
+        parts.append(ops.attend(queries[part], keys, mask, weights.sink, config.attention_scale))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _dense_entries(tile: TileSet, step: StepRows, config: V41Config, compressed: CompressedKeys) -> Tensor:
-    """[n, s, head_dim] of every sequence of the tile set, gathered once a step and source."""
-    key = ("compressed", compressed.source)
-    if key not in tile.memo:
-        slots = tile.entry_slots(step, compressed.ratio)
-        tile.memo[key] = ops.kv_gather(compressed.pool, slots, "nvfp4", config.head_dim, torch.float32)
-    return tile.memo[key]
+def _joined_mask(tile: TileSet, entries: Tensor | None, visible: Tensor | None) -> Tensor | None:
+    """Entries and window side by side, bool [b, m, s + m + W]; None when everything is allowed."""
+    if visible is None and tile.window_full:
+        return None
+    if entries is None:
+        return tile.window_allowed
+    b, m = tile.shape
+    if visible is None:
+        visible = torch.ones(b, m, entries.shape[1], dtype=torch.bool, device=entries.device)
+    return torch.cat((visible, tile.window_allowed), dim=2)
 
 
-def _attend_gathered(
+def _entries(
+    tile: TileSet, step: StepRows, config: V41Config, compressed: CompressedKeys, selection: Selection
+) -> tuple[Tensor, Tensor | None]:
+    """Decoded compressed keys and which of them each row attends (None = all).
+
+    Keys [b, k, head_dim] of each tile's own selection, or [n, s, head_dim] of every sequence's entries.
+    """
+    memo, slots, key = tile.memo, None, ("compressed", compressed.source)
+    if selection.slots is not None:
+        memo, slots, key = selection.memo, selection.slots, "keys"
+    if key not in memo:
+        wanted = tile.entry_slots(step, compressed.ratio) if slots is None else slots
+        memo[key] = ops.kv_gather(compressed.pool, wanted, "nvfp4", config.head_dim, torch.float32)
+        if slots is not None and bool((slots < 0).any()):
+            memo["visible"] = (slots >= 0).unsqueeze(1)
+    return memo[key], selection.mask if slots is None else memo.get("visible")
+
+
+def _attend_sparse(
     q: Tensor,
     weights: AttentionWeights,
     config: V41Config,
-    step: StepRows,
     tile: TileSet,
     window_pool: Tensor,
-    compressed: CompressedKeys,
-    selection: Selection,
+    compressed_pool: Tensor,
+    slots: Tensor,
 ) -> Tensor:
-    """Each query reads its own selected entries."""
-    b, m = tile.shape
-    if "slots" not in selection.memo:
-        index = ops.mask_to_indices(selection.mask.flatten(0, 1), config.index_topk).to(torch.int64)
-        owner = tile.owner.repeat_interleave(m)
-        slots = tile.entry_slots(step, compressed.ratio)[owner].gather(1, index.clamp_min(0))
-        selection.memo["slots"] = slots.masked_fill(index < 0, -1)
+    """Each query reads its own entries and window from the pools."""
     # Row i of a tile reads columns i .. i + W - 1 of the tile's window; what lies below the floor is -1 already.
     window = tile.window_slots[:, :-1].unfold(1, config.sliding_window, 1).flatten(0, 1)
     result = ops.sparse_mla_decode(
@@ -160,7 +181,7 @@ def _attend_gathered(
         window,
         weights.sink,
         scale=config.attention_scale,
-        compressed_pool=compressed.pool,
-        compressed_slots=selection.memo["slots"],
+        compressed_pool=compressed_pool,
+        compressed_slots=slots,
     )
-    return result.unflatten(0, (b, m))
+    return result.unflatten(0, tile.shape)

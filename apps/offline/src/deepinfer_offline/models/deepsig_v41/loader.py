@@ -14,6 +14,7 @@ from deepinfer_offline.models.deepsig_v41 import weights as w
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.layout import VISION_PREFIXES, TensorSpec, checkpoint_specs
 from deepinfer_offline.models.deepsig_v41.schedule import LayerPlan, Schedule
+from deepinfer_offline.ops import deepsig as ops
 from deepinfer_offline.ops.deepsig import ExpertWeights
 from deepinfer_offline.ops.deepsig.formats import (
     dequantize_fp4_rows,
@@ -174,7 +175,8 @@ class WeightLoader:
         return self.dense(name, torch.float32)
 
     def _hyper(self, prefix: str) -> w.HyperWeights:
-        return w.HyperWeights(*(self._float32(f"{prefix}_{part}") for part in ("fn", "base", "scale")))
+        fn, base, scale = (self._float32(f"{prefix}_{part}") for part in ("fn", "base", "scale"))
+        return w.HyperWeights(fn, base, ops.spread_scale(scale, self.config.hc_mult))
 
     def _attention(self, prefix: str) -> w.AttentionWeights:
         c = self.config

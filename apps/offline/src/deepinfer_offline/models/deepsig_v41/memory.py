@@ -33,6 +33,8 @@ def _loaded_bytes(spec: TensorSpec, config: V41Config, dtype: torch.dtype, packe
         return spec.count // 2 + spec.scale_shape[0] * spec.scale_shape[1]
     if spec.storage == "table" and config.quantised:
         return spec.count + spec.scale_shape[0] * spec.scale_shape[1]
+    if spec.name.endswith(("hc_attn_scale", "hc_ffn_scale")):
+        return 4 * config.hc_mult * (config.hc_mult + 2)  # spread over the coefficients
     in_float32 = spec.name.endswith(_FLOAT32_PARTS) or ".hc_" in spec.name or spec.name.endswith(".wgate.weight")
     return spec.count * (4 if in_float32 else dtype.itemsize)
 
@@ -53,4 +55,4 @@ def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
     )
     per_row = 4 * (3 * config.hc_mult * config.hidden_size + 4 * wide + 4 * config.hidden_size)
     masks = rows * min(options.max_model_len, 1 << 17)  # a byte an entry and row; only one sequence is that long at once
-    return rows * per_row + 2 * masks + 4 * 3 * (1 << 24) + 4 * config.vocab_size * options.max_running
+    return rows * per_row + 2 * masks + 4 * 4 * (1 << 24) + 4 * config.vocab_size * options.max_running

@@ -16,22 +16,31 @@ from deepinfer_offline.models.deepsig_v41.tiles import TileSet
 from deepinfer_offline.models.deepsig_v41.weights import IndexerWeights
 from deepinfer_offline.ops import deepsig as ops
 
-_MAX_PRODUCTS = 1 << 24  # indexer products held at once, float32 elements
+_MAX_PRODUCTS = 1 << 22  # indexer products held at once, float32 elements: 16 MiB
+_DENSE_FACTOR = 4  # prompt tiles attend with a mask over all entries up to this many times the selected ones
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The entries that the rows of one tile set attend.
+    """The entries that the rows of one tile set attend: as a mask over all entries, or as the slots of each row's own.
 
     Attributes:
-        mask: bool [b, m, s].
+        mask: bool [b, m, s], or None when every entry is attended by every row (`slots` is None) or `slots` is used.
+        slots: int64 [b * m, k] in the source's pools, -1 = absent; or None.
         candidates: bool [b, m, s], the candidate set in force, or None when it holds every visible entry.
-        memo: what layers derive from the mask once.
+        memo: keys gathered by `slots`, shared by the layers that reuse the selection.
     """
 
-    mask: Tensor
+    mask: Tensor | None
+    slots: Tensor | None
     candidates: Tensor | None
     memo: dict[str, Tensor]
+
+
+def _gathers(tile: TileSet, entries: int, config: V41Config) -> bool:
+    """Whether each row reads its own entries, instead of all rows of a tile reading all entries under a mask."""
+    factor = 1 if tile.shape[1] == 1 else _DENSE_FACTOR
+    return entries > factor * config.index_topk
 
 
 def _must_score(layer: LayerPlan, config: V41Config, entries: int, candidates: Tensor | None) -> bool:
@@ -81,12 +90,13 @@ def select_entries(
         columns = torch.arange(entries, device=x.device)
         visible = tile.visible(layer.ratio)
         if not _must_score(layer, config, entries, candidates):
-            chosen.append(Selection(columns < visible.unsqueeze(-1), None, {}))
+            mask = columns < visible.unsqueeze(-1)
+            chosen.append(Selection(None if bool(mask.all()) else mask, None, None, {}))
             continue
         if queries is None or head_weights is None:
             queries, head_weights = _index_queries(config, weights, x, query_latent, rotary)
         keys = _index_keys(tile, step, layer, config, cache)
-        chosen.append(_select(layer, config, tile, queries, head_weights, keys, visible, candidates))
+        chosen.append(_select(layer, config, step, tile, queries, head_weights, keys, visible, candidates))
     return chosen
 
 
@@ -112,6 +122,7 @@ def _index_keys(tile: TileSet, step: StepRows, layer: LayerPlan, config: V41Conf
 def _select(
     layer: LayerPlan,
     config: V41Config,
+    step: StepRows,
     tile: TileSet,
     queries: Tensor,
     head_weights: Tensor,
@@ -119,26 +130,41 @@ def _select(
     visible: Tensor,
     candidates: Tensor | None,
 ) -> Selection:
+    """Score and select slab by slab, so that the products of many heads never exist for all rows at once."""
     b, m = tile.shape
     entries = keys.shape[1]
-    mask = torch.empty(b, m, entries, dtype=torch.bool, device=keys.device)
-    published = torch.empty_like(mask) if layer.publishes_candidates else candidates
-    tiled_queries, tiled_weights = tile.take(queries), tile.take(head_weights)
-    step = max(1, _MAX_PRODUCTS // (m * config.index_n_heads * entries))
-    for start in range(0, b, step):
-        part = slice(start, start + step)
-        scores = ops.indexer_logits(
-            tiled_queries[part].to(keys.dtype), tiled_weights[part].to(keys.dtype), keys[tile.owner[part]], visible[part]
-        ).flatten(0, 1)
-        if layer.publishes_candidates:
-            assert published is not None
-            published[part] = ops.candidate_mask(
-                scores,
-                visible[part].flatten(),
-                blocks=config.candidate_topk_blocks,
-                block_size=config.candidate_block_size,
-            ).unflatten(0, (-1, m))
+    gathers = _gathers(tile, entries, config)
+    pick = ops.topk_lowest_index if gathers else ops.topk_mask
+    publishes = layer.publishes_candidates and -(-entries // config.candidate_block_size) > config.candidate_topk_blocks
+    picked, published = [], []
+    tiled_queries, tiled_weights = tile.take(queries).to(keys.dtype), tile.take(head_weights).to(keys.dtype)
+    size = max(1, _MAX_PRODUCTS // (m * config.index_n_heads * entries))
+    for start in range(0, b, size):
+        part = slice(start, start + size)
+        own = keys[part] if tile.single and len(keys) == b else keys[tile.owner[part]]
+        scores = ops.indexer_logits(tiled_queries[part], tiled_weights[part], own, visible[part]).flatten(0, 1)
+        if publishes:
+            published.append(_candidates(scores, visible[part], config))
         elif candidates is not None:
-            scores = scores.masked_fill(~candidates[part].flatten(0, 1), -torch.inf)
-        mask[part] = ops.topk_mask(scores, config.index_topk).unflatten(0, (-1, m))
-    return Selection(mask, published if layer.publishes_candidates or layer.uses_candidates else None, {})
+            scores = scores.masked_fill_(~candidates[part].flatten(0, 1), -torch.inf)
+        picked.append(pick(scores, config.index_topk))
+    force = torch.cat(published).view(b, m, entries) if publishes else candidates
+    chosen = picked[0] if len(picked) == 1 else torch.cat(picked)
+    if gathers:
+        return Selection(None, _entry_slots(tile, step, layer, chosen), force, {})
+    return Selection(chosen.view(b, m, entries), None, force, {})
+
+
+def _candidates(scores: Tensor, visible: Tensor, config: V41Config) -> Tensor:
+    return ops.candidate_mask(
+        scores, visible.flatten(), blocks=config.candidate_topk_blocks, block_size=config.candidate_block_size
+    )
+
+
+def _entry_slots(tile: TileSet, step: StepRows, layer: LayerPlan, chosen: Tensor) -> Tensor:
+    """Slots int64 [b * m, k] of the entries numbered `chosen` int32 [b * m, k], -1 where absent."""
+    index = chosen.to(torch.int64)
+    table = tile.entry_slots(step, layer.ratio)
+    owner = tile.owner if tile.single else tile.owner.repeat_interleave(tile.shape[1])
+    own = table if tile.single and len(table) == len(index) else table[owner]
+    return own.gather(1, index.clamp_min(0)).masked_fill_(index < 0, -1)

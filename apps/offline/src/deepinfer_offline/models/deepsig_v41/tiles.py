@@ -31,6 +31,7 @@ class TileSet:
         window_slots: int64 [b, m + W], slots of the positions from W - 1 before the tile to its end, -1 where no row may read;
             the last column is -1: the key that carries the sink.
         window_allowed: bool [b, m, m + W]; the last column is True.
+        window_full: every entry of `window_allowed` is True.
         longest: tokens of the longest of the sequences.
         whole: the rows are all rows of the step in order, with m = 1.
         memo: keys gathered from the cache, shared by the layers that read the same ones.
@@ -43,6 +44,7 @@ class TileSet:
     positions: Tensor
     window_slots: Tensor
     window_allowed: Tensor
+    window_full: bool
     longest: int
     whole: bool
     memo: dict[Any, Tensor] = field(default_factory=dict)
@@ -50,6 +52,11 @@ class TileSet:
     @property
     def shape(self) -> tuple[int, int]:
         return self.rows.shape[0], self.rows.shape[1]
+
+    @property
+    def single(self) -> bool:
+        """Whether every tile is one row of a sequence of its own, in order: tile i belongs to sequence i."""
+        return self.rows.shape[1] == 1 and len(self.sequences) == len(self.rows)
 
     def take(self, values: Tensor) -> Tensor:
         """Rows of `values` [T, ...] by tile: [b, m, ...]."""
@@ -113,13 +120,14 @@ def _tile_set(step: StepRows, sequences: np.ndarray, height: int, window: int) -
         owner=step.tensor(owner),
         positions=step.tensor(positions),
         window_slots=slots,
-        window_allowed=allowed,
+        window_allowed=step.tensor(allowed),
+        window_full=bool(allowed.all()),
         longest=int(step.ends[sequences].max()),
         whole=height == 1 and len(rows) == step.count,
     )
 
 
-def _window(step: StepRows, owner: np.ndarray, positions: np.ndarray, window: int) -> tuple[Tensor, Tensor]:
+def _window(step: StepRows, owner: np.ndarray, positions: np.ndarray, window: int) -> tuple[Tensor, np.ndarray]:
     """Window slots [b, m + W] and who may read them [b, m, m + W], the sink's column last."""
     height = positions.shape[1]
     keys = positions[:, :1] + np.arange(1 - window, height)
@@ -133,4 +141,4 @@ def _window(step: StepRows, owner: np.ndarray, positions: np.ndarray, window: in
     b = len(owner)
     slots = torch.cat((slots, slots.new_full((b, 1), -1)), dim=1)
     sink = np.ones((b, height, 1), dtype=bool)
-    return slots, step.tensor(np.concatenate((allowed, sink), axis=2))
+    return slots, np.concatenate((allowed, sink), axis=2)

@@ -12,7 +12,7 @@ from deepinfer_offline.ops.deepsig import ExpertWeights
 
 @dataclass(frozen=True, slots=True)
 class HyperWeights:
-    """One mHC site, float32: fn [S * (S + 2), S * d], base [S * (S + 2)], scale [3]."""
+    """One mHC site, float32: fn [S * (S + 2), S * d], base and scale [S * (S + 2)]."""
 
     fn: Tensor
     base: Tensor

@@ -10,7 +10,7 @@ from deepinfer_offline.ops.deepsig.engram import engram_gather, engram_rows, eng
 from deepinfer_offline.ops.deepsig.experts import ExpertWeights, clamped_swiglu, moe_experts, shared_expert
 from deepinfer_offline.ops.deepsig.indexer import candidate_mask, indexer_logits
 from deepinfer_offline.ops.deepsig.markov import MarkovStep, confidence, markov_step
-from deepinfer_offline.ops.deepsig.mhc import HyperMix, mhc_collapse, mhc_post, mhc_pre, sinkhorn
+from deepinfer_offline.ops.deepsig.mhc import HyperMix, mhc_collapse, mhc_post, mhc_pre, sinkhorn, spread_scale
 from deepinfer_offline.ops.deepsig.norm import rms_norm
 from deepinfer_offline.ops.deepsig.records import (
     LAYOUT_VERSION,
@@ -64,6 +64,7 @@ __all__ = [
     "sinkhorn",
     "sparse_mla_decode",
     "sparse_mla_prefill",
+    "spread_scale",
     "topk_lowest_index",
     "topk_mask",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,20 +34,23 @@ class ExpertWeights:
         scales = [s for s in (self.gate_up_scale, self.down_scale) if s is not None]
         return sum(t.numel() * t.element_size() for t in (self.gate_up, self.down, *scales))
 
-    def dense(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(gate_up [2m, d], down [d, m]) of one expert in `dtype`; a view when they are dense already."""
-        if self.gate_up_scale is None or self.down_scale is None:
-            return self.gate_up[expert].to(dtype), self.down[expert].to(dtype)
-        return (
-            dequantize_fp4_rows(self.gate_up[expert], self.gate_up_scale[expert], dtype),
-            dequantize_fp4_rows(self.down[expert], self.down_scale[expert], dtype),
-        )
+    def gate_up_of(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """[2m, d] of one expert in `dtype`; a view when dense."""
+        return _dense(self.gate_up[expert], self.gate_up_scale, expert, dtype)
+
+    def down_of(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """[d, m] of one expert in `dtype`; a view when dense."""
+        return _dense(self.down[expert], self.down_scale, expert, dtype)
+
+
+def _dense(codes: Tensor, scales: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+    return codes.to(dtype) if scales is None else dequantize_fp4_rows(codes, scales[expert], dtype)
 
 
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """silu(min(gate, limit)) * clip(up, -limit, limit) in float32: [t, 2m] (gate first) to float32 [t, m]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
+    return functional.silu(gate.clamp_max(limit), inplace=True).mul_(up.clamp(-limit, limit))
 
 
 def shared_expert(x: Tensor, gate_up: Tensor, down: Tensor, *, limit: float) -> Tensor:
@@ -69,20 +73,26 @@ def moe_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights,
     Returns:
         [t, d] in x's dtype, summed over the k experts in float32.
     """
-    k = ids.shape[1]
-    order = ids.flatten().argsort(stable=True)
-    rows = order // k
-    counts = torch.bincount(ids.flatten(), minlength=experts.count).tolist()
-    gathered, scales = x[rows], weights.flatten()[order].unsqueeze(-1)
-    # Results go back to (token, k) order, so a token's sum does not depend on who else is in the batch.
-    results = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
+    k, d = ids.shape[1], x.shape[1]
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=experts.count).tolist()
+    gathered = x.index_select(0, order // k)
+    parts = [(expert, count) for expert, count in enumerate(counts) if count]
+    gate_up = gathered.new_empty(len(order), experts.gate_up.shape[1])
+    _grouped(gathered, gate_up, parts, lambda expert: experts.gate_up_of(expert, x.dtype))
+    hidden = clamped_swiglu(gate_up, limit).mul_(weights.flatten()[order].unsqueeze(-1))
+    down = _grouped(hidden.to(x.dtype), gathered, parts, lambda expert: experts.down_of(expert, x.dtype))
+    # Back to (token, k) order: a token's sum does not depend on who else is in the batch.
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return down.index_select(0, place).view(-1, k, d).sum(dim=1, dtype=torch.float32).to(x.dtype)
+
+
+def _grouped(x: Tensor, out: Tensor, parts: list[tuple[int, int]], weight: Callable[[int], Tensor]) -> Tensor:
+    """Multiply consecutive row groups of x by their expert's weight [n, k]; writes and returns `out` [rows, n]."""
     start = 0
-    for expert, count in enumerate(counts):
-        if count == 0:
-            continue
-        part = slice(start, start + count)
-        gate_up, down = experts.dense(expert, x.dtype)
-        hidden = clamped_swiglu(functional.linear(gathered[part], gate_up), limit) * scales[part]
-        results[order[part]] = functional.linear(hidden.to(x.dtype), down).float()
+    for expert, count in parts:
+        torch.mm(x[start : start + count], weight(expert).t(), out=out[start : start + count])
         start += count
-    return results.view(-1, k, x.shape[1]).sum(dim=1).to(x.dtype)
+    return out

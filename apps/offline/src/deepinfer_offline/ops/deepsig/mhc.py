@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -34,12 +35,29 @@ def sinkhorn(logits: Tensor, *, iterations: int, eps: float) -> Tensor:
     Returns:
         float32 [t, S, S].
     """
-    comb = logits.softmax(dim=-1) + eps
-    comb = comb / (comb.sum(dim=-2, keepdim=True) + eps)
+    count = logits.shape[-1]
+    by_column, by_row = _group_sums(count, logits.device)
+    comb = (logits.softmax(dim=-1) + eps).flatten(1)
+    floor = torch.full((count * count,), eps, device=logits.device)
+    sums = torch.addmm(floor, comb, by_column)
+    comb.div_(sums)
     for _ in range(iterations - 1):
-        comb = comb / (comb.sum(dim=-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(dim=-2, keepdim=True) + eps)
-    return comb
+        comb.div_(torch.addmm(floor, comb, by_row, out=sums))
+        comb.div_(torch.addmm(floor, comb, by_column, out=sums))
+    return comb.view_as(logits)
+
+
+@lru_cache(maxsize=8)
+def _group_sums(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """0/1 matrices [S * S, S * S] that replace each entry of a flattened matrix by the sum of its column, or of its row.
+
+    One small product does what a reduction and two broadcasts would, on contiguous memory.
+    """
+    entry = torch.arange(count * count)
+    columns, rows = entry % count, entry // count
+    by_column = (columns[:, None] == columns).float()
+    by_row = (rows[:, None] == rows).float()
+    return by_column.to(device), by_row.to(device)
 
 
 def mhc_pre(
@@ -51,7 +69,7 @@ def mhc_pre(
         streams: float [t, S, d].
         fn: float32 [S * (S + 2), S * d]; rows: S of pre, S of post, S * S of comb.
         base: float32 [S * (S + 2)].
-        scale: float32 [3], for pre, post and comb.
+        scale: float32 [3], for pre, post and comb; or spread over the rows of fn already, [S * (S + 2)].
         iterations: Sinkhorn iterations.
         eps: `hc_eps`.
         norm_eps: `rms_norm_eps`, of the normalisation applied after the projection.
@@ -63,12 +81,18 @@ def mhc_pre(
     flat = streams.flatten(1).float()
     mean_square = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square() / flat.shape[-1]
     projected = functional.linear(flat, fn) * torch.rsqrt(mean_square + norm_eps)
-    widths = torch.tensor([count, count, count * count], device=scale.device)
-    logits = torch.addcmul(base, projected, scale.repeat_interleave(widths, output_size=fn.shape[0]))
+    logits = torch.addcmul(base, projected, spread_scale(scale, count))
     pre = torch.sigmoid(logits[:, :count]) + eps
     post = 2 * torch.sigmoid(logits[:, count : 2 * count])
     comb = sinkhorn(logits[:, 2 * count :].unflatten(-1, (count, count)), iterations=iterations, eps=eps)
     return HyperMix(pre, post, comb)
+
+
+def spread_scale(scale: Tensor, count: int) -> Tensor:
+    """One scale for each coefficient: [3] (pre, post, comb) to [S * (S + 2)]; returned as it is when spread already."""
+    if scale.numel() != 3:
+        return scale
+    return torch.cat((scale[0].expand(count), scale[1].expand(count), scale[2].expand(count * count)))
 
 
 def mhc_collapse(streams: Tensor, pre: Tensor) -> Tensor:

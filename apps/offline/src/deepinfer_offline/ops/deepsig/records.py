@@ -82,16 +82,16 @@ def decode_records(records: Tensor, fmt: RecordFormat, channels: int, dtype: tor
     """The values of records uint8 [..., record_bytes]: [..., channels] of `dtype`. Exact in float32 and bfloat16."""
     rule = _RULES[fmt]
     width = channels // 2 if rule.packed else channels
-    data, scale_bytes = records[..., :width], records[..., width:].contiguous()
+    data, scale_bytes = records[..., :width], records[..., width:]
     if fmt == "nvfp4":
         scale = scale_bytes.view(torch.float8_e4m3fn).float()
     else:
         scale = ue8m0_values(scale_bytes)
-    values = decode_e2m1(data) if rule.packed else data.contiguous().view(torch.float8_e4m3fn).float()
+    values = decode_e2m1(data) if rule.packed else data.view(torch.float8_e4m3fn).float()
     if channels % rule.group:
         values = values * scale.repeat_interleave(rule.group, dim=-1)[..., :channels]
     else:
-        values = (values.unflatten(-1, (-1, rule.group)) * scale.unsqueeze(-1)).flatten(-2)
+        values.unflatten(-1, (-1, rule.group)).mul_(scale.unsqueeze(-1))
     return values.to(dtype)
 
 
@@ -110,8 +110,10 @@ def kv_insert(pool: Tensor, slots: Tensor, values: Tensor, fmt: RecordFormat) ->
         fmt: record format of the pool.
     """
     records = encode_records(values, fmt)
-    keep = slots >= 0
-    pool.index_put_((slots[keep],), records[keep])
+    if slots.numel() and int(slots.min()) < 0:
+        keep = slots >= 0
+        slots, records = slots[keep], records[keep]
+    pool.index_copy_(0, slots, records)
 
 
 def kv_gather(pool: Tensor, slots: Tensor, fmt: RecordFormat, channels: int, dtype: torch.dtype) -> Tensor:
@@ -127,7 +129,10 @@ def kv_gather(pool: Tensor, slots: Tensor, fmt: RecordFormat, channels: int, dty
     Returns:
         [..., channels].
     """
-    records = pool.index_select(0, slots.clamp_min(0).flatten())
+    flat = slots.flatten()
+    absent = flat < 0
+    if not bool(absent.any()):
+        return decode_records(pool.index_select(0, flat), fmt, channels, dtype).view(*slots.shape, channels)
     # Zero bytes decode to zero in every format, so an absent entry can never bring a NaN into a product.
-    records = records.masked_fill_((slots.flatten() < 0).unsqueeze(-1), 0)
+    records = pool.index_select(0, flat.clamp_min(0)).masked_fill_(absent.unsqueeze(-1), 0)
     return decode_records(records, fmt, channels, dtype).view(*slots.shape, channels)

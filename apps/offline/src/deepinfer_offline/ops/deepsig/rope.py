@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 class RotaryTable(NamedTuple):
-    """Rotation of some positions: float32 cosines and sines, [..., pairs]."""
+    """Rotation of some positions: cosines and sines, float32 [t, pairs], and both as one complex64 tensor."""
 
     cos: Tensor
     sin: Tensor
+    turn: Tensor
 
 
 def rope_frequencies(
@@ -52,27 +53,34 @@ def rope_frequencies(
 def rotary_table(positions: Tensor, frequencies: Tensor) -> RotaryTable:
     """Cosines and sines of `positions` [...] (integers) under `frequencies` [pairs]; float32 [..., pairs]."""
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
-    return RotaryTable(angles.cos(), angles.sin())
+    cos, sin = angles.cos(), angles.sin()
+    return RotaryTable(cos, sin, torch.complex(cos, sin))
 
 
-def apply_rope(x: Tensor, table: RotaryTable, *, inverse: bool = False) -> Tensor:
+def apply_rope(x: Tensor, table: RotaryTable, *, inverse: bool = False, inplace: bool = False) -> Tensor:
     """Rotate the last `2 * pairs` channels, pair (2k, 2k + 1) as one complex number, in float32.
 
     Args:
         x: float [t, n] or [t, heads, n].
         table: of the t positions, [t, pairs].
         inverse: rotate back.
+        inplace: x may be overwritten; it is when it is float32.
 
     Returns:
-        A new tensor of x's shape and dtype.
+        The rotated tensor, x's shape and dtype.
     """
-    cos, sin = (table.cos, table.sin) if x.dim() == 2 else (table.cos.unsqueeze(1), table.sin.unsqueeze(1))
-    if inverse:
-        sin = -sin
-    width = 2 * cos.shape[-1]
-    out = x.clone()
-    tail = x[..., x.shape[-1] - width :].float().unflatten(-1, (-1, 2))
-    real, imag = tail.unbind(-1)
-    rotated = torch.stack((real * cos - imag * sin, real * sin + imag * cos), dim=-1)
-    out[..., x.shape[-1] - width :] = rotated.flatten(-2).to(x.dtype)
+    turn = table.turn.conj() if inverse else table.turn
+    if x.dim() == 3:
+        turn = turn.unsqueeze(1)
+    width = 2 * turn.shape[-1]
+    start = x.shape[-1] - width
+    if x.dtype != torch.float32 or start % 2:
+        return torch.cat((x[..., :start], _rotated(x[..., start:].float(), turn).to(x.dtype)), dim=-1)
+    out = x if inplace and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    torch.view_as_complex(out[..., start:].unflatten(-1, (-1, 2))).mul_(turn)
     return out
+
+
+def _rotated(tail: Tensor, turn: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(tail.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turn).flatten(-2)

@@ -16,13 +16,13 @@ from deepinfer_offline.ops.deepsig.records import kv_gather
 _MAX_SCORES = 1 << 23  # scores held at once by the portable implementation, float32 elements
 
 
-def attend(q: Tensor, keys: Tensor, allowed: Tensor, sink: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, keys: Tensor, allowed: Tensor | None, sink: Tensor, scale: float) -> Tensor:
     """Attention of groups of queries over dense keys.
 
     Args:
         q: float [b, m, heads, n].
         keys: float [b, l, n]; the last key must be zero: its column carries the sink.
-        allowed: bool [b, m, l]; the last column must be True.
+        allowed: bool [b, m, l]; the last column must be True. None = all.
         sink: float32 [heads].
         scale: of the scores, usually n^-0.5.
 
@@ -31,11 +31,13 @@ def attend(q: Tensor, keys: Tensor, allowed: Tensor, sink: Tensor, scale: float)
     """
     b, m, heads, n = q.shape
     wide = keys.float()
-    scores = torch.bmm((q.float() * scale).reshape(b, m * heads, n), wide.transpose(1, 2)).view(b, m, heads, -1)
-    scores.masked_fill_(~allowed.unsqueeze(2), -torch.inf)
-    scores[..., -1] = sink
-    weights = scores.softmax(dim=-1).view(b, m * heads, -1)
-    return torch.bmm(weights, wide).view(b, m, heads, n).to(q.dtype)
+    scores = wide.new_empty(b, m * heads, wide.shape[1])
+    torch.baddbmm(scores, q.float().reshape(b, m * heads, n), wide.transpose(1, 2), beta=0, alpha=scale, out=scores)
+    by_head = scores.view(b, m, heads, -1)
+    if allowed is not None:
+        by_head.masked_fill_(~allowed.unsqueeze(2), -torch.inf)
+    by_head[..., -1] = sink
+    return torch.bmm(scores.softmax(dim=-1), wide).view(b, m, heads, n).to(q.dtype)
 
 
 def sparse_mla_decode(

@@ -46,4 +46,10 @@ def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
     Returns:
         int32 [t, k], ascending, -1 where a row has fewer than k finite entries.
     """
+    if k < scores.shape[-1] and scores.numel():
+        found = scores.topk(k, dim=-1, sorted=True)
+        threshold = found.values[:, -1:]
+        # Usually no entry outside the selection equals its lowest score, and every row has k entries: no tie to settle.
+        if bool(((scores >= threshold).sum(dim=-1) == k).all()) and bool((threshold > -torch.inf).all()):
+            return found.indices.sort(dim=-1).values.to(torch.int32)
     return mask_to_indices(topk_mask(scores, k), k)
