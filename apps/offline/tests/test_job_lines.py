@@ -40,7 +40,7 @@ def test_an_empty_file_has_no_lines(tmp_path):
 def test_utf16_is_refused_with_a_way_out(tmp_path, bom):
     file = tmp_path / "in.jsonl"
     file.write_bytes(bom + b"{\x00}\x00")
-    with pytest.raises(JobError, match="UTF-16.*iconv"):
+    with pytest.raises(JobError, match=r"UTF-16.*iconv"):
         read(file)
 
 
@@ -107,7 +107,7 @@ def test_a_compressed_file_that_was_cut_off_is_refused(tmp_path, pack, keep):
     data = pack(plain)
     file = tmp_path / "in.gz"
     file.write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(JobError, match="cannot read .* after line"):
+    with pytest.raises(JobError, match=r"cannot read .* after line"):
         read(file)
 
 

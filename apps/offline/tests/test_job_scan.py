@@ -41,7 +41,9 @@ def test_repeated_ids_and_answers_are_found_far_apart():
 
 
 def test_a_line_that_repeats_an_id_is_never_the_original_of_another():
-    index = scan([line(1, "a", prompt="p"), line(2, "a", prompt="q"), line(3, "b", prompt="q"), line(4, "c", prompt="q")])
+    index = scan(
+        [line(1, "a", prompt="p"), line(2, "a", prompt="q"), line(3, "b", prompt="q"), line(4, "c", prompt="q")]
+    )
     assert index.same_id.tolist() == [-1, 0, -1, -1]
     assert index.same_answer.tolist() == [-1, -1, -1, 2]
 
@@ -62,7 +64,9 @@ def test_seeds_and_cut_offs_do_not_matter_to_greedy_answers_but_all_else_does():
         {"response_format": {"type": "json_object"}},
         {"model": "other"},
     ]
-    lines = [line(1, **base)] + [line(n, **{**base, "custom_id": str(n), **change}) for n, change in enumerate(same + other, 2)]
+    lines = [line(1, **base)] + [
+        line(n, **{**base, "custom_id": str(n), **change}) for n, change in enumerate(same + other, 2)
+    ]
     same_answer = scan(lines).same_answer
     assert same_answer[1 : len(same) + 1].tolist() == [0] * len(same)
     assert (same_answer[len(same) + 1 :] == -1).all()

@@ -172,6 +172,12 @@ def create_engine(options: Any) -> FakeEngine:
 
 
 if __name__ == "__main__":
+    import deepinfer_offline
+
+    # the job layer needs sampling.params alone; importing the package would import torch, two seconds a start
+    sampling = types.ModuleType("deepinfer_offline.sampling")
+    sampling.__path__ = [str(os.path.join(os.path.dirname(deepinfer_offline.__file__), "sampling"))]
+    sys.modules[sampling.__name__] = sampling
     factory = types.ModuleType("deepinfer_offline.engine.factory")
     factory.build_engine = create_engine  # type: ignore[attr-defined]
     sys.modules[factory.__name__] = factory

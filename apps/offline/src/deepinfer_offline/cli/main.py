@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -32,6 +33,7 @@ Start with  [bold]deepinfer run examples/quickstart.jsonl -o out.jsonl[/bold]"""
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end like Ctrl-C: keep what is done, say how to go on
     sys.exit(call(sys.argv[1:] if argv is None else argv))
 
 

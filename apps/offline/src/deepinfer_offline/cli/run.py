@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from deepinfer_offline.cli.failure import ALL_ANSWERED, INTERRUPTED, SOME_FAILED, complain, explain
-from deepinfer_offline.engine.base import Engine
 from deepinfer_offline.engine.options import DEFAULT_MODEL, EngineOptions, OptionsError, parse_bytes
 from deepinfer_offline.job.errors import JobStopped
 from deepinfer_offline.job.options import JobOptions
+
+if TYPE_CHECKING:
+    from deepinfer_offline.engine.base import Engine
+    from deepinfer_offline.job.run import Job
 
 _MODEL, _SPEED, _OUTPUT, _DEVICES = "Model", "Speed and memory", "Results", "Several devices"
 
 
 def run(
     input: Annotated[
-        str, typer.Argument(metavar="INPUT", help="A batch file: .jsonl (also .gz, .zst), .parquet, .csv, or - for stdin.")
+        str,
+        typer.Argument(metavar="INPUT", help="A batch file: .jsonl (also .gz, .zst), .parquet, .csv, or - for stdin."),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where the results go: one JSON line for each input line.")
@@ -174,21 +179,26 @@ def _run(options: JobOptions, traceback: bool) -> int:
 
     with open_reporter(options.quiet) as reporter:
         job = Job(options, _make_engine, reporter)
-        try:
-            facts = job.run()
-        except (JobStopped, KeyboardInterrupt):
-            reporter.close()
-            complain(f"interrupted{_kept(options)}")
-            return INTERRUPTED
-        except Exception as error:
-            reporter.close()
-            return explain(error, traceback=traceback, kept=_kept(options))
-    report = make_report(facts)
-    if options.report is not None:
+        status = _attempt(job, options, traceback, reporter.close)
+    report = make_report(job.facts)
+    if options.report is not None and (job.facts.finished or job.facts.records):
         write_report(options.report, report)
-    if not options.quiet and facts.stats is not None:
+    if not options.quiet and job.facts.finished and job.facts.stats is not None:
         print_summary(Console(stderr=True), report)
-    return SOME_FAILED if facts.failed else ALL_ANSWERED
+    return status
+
+
+def _attempt(job: Job, options: JobOptions, traceback: bool, end_progress: Callable[[], None]) -> int:
+    try:
+        job.run()
+    except (JobStopped, KeyboardInterrupt):
+        end_progress()
+        complain(f"interrupted{_kept(options)}")
+        return INTERRUPTED
+    except Exception as error:
+        end_progress()
+        return explain(error, traceback=traceback, kept=_kept(options))
+    return SOME_FAILED if job.facts.failed else ALL_ANSWERED
 
 
 def _make_engine(options: EngineOptions) -> Engine:
