@@ -29,7 +29,7 @@ class _Tokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.eos_token_id = vocabulary.eos_ids[0]
-        self.tokens = vocabulary.tokens
+        self.tokens = vocabulary.padded_tokens  # the library sizes its masks by this list, not by n_vocab
         self.special_token_ids = list(vocabulary.special_ids)
         self._encode = vocabulary.encode or functools.partial(_greedy, _longest_first(vocabulary))
 
