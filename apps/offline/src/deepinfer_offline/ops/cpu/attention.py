@@ -10,6 +10,7 @@ import torch
 from deepinfer_offline.models.base import ForwardBatch
 from deepinfer_offline.ops.attention.base import AttentionShape
 from deepinfer_offline.ops.cpu.build import cpu_kernels
+from deepinfer_offline.ops.cpu.memory import huge_zeros
 from deepinfer_offline.ops.cpu.plan import Plan, PlanArrays, plan_arrays, shape_reason
 
 
@@ -24,7 +25,7 @@ class _Prepared:
 
 
 class CpuAttention:
-    """The `Attention` provider for AVX-512 BF16. A layer's cache is one flat tensor: all keys, then all values.
+    """The `Attention` provider for AVX-512 BF16. A layer's cache is [blocks, kv_heads, 2, block_size * head_dim].
 
     Raises:
         CpuAttentionError: a shape that `shape_reason` refuses.
@@ -44,7 +45,7 @@ class CpuAttention:
 
     def allocate(self, num_blocks: int) -> torch.Tensor:
         s = self.shape
-        return torch.zeros(2, num_blocks, s.num_kv_heads, s.block_size * s.head_dim, dtype=s.dtype)
+        return huge_zeros((num_blocks, s.num_kv_heads, 2, s.block_size * s.head_dim), s.dtype)
 
     def prepare(self, batch: ForwardBatch, rope: torch.Tensor) -> _Prepared:
         s, tokens = self.shape, len(batch.token_ids)
@@ -69,7 +70,6 @@ class CpuAttention:
     ) -> torch.Tensor:
         s, plan = self.shape, prepared.plan
         out = qkv.new_empty(len(qkv), s.num_heads * s.head_dim)
-        plan.value_offset = cache.stride(0)
         norms = [None if weight is None else weight.data_ptr() for weight in (q_norm, k_norm)]
         self._kernel(ctypes.addressof(plan), qkv.data_ptr(), cache.data_ptr(), out.data_ptr(), *norms)
         return out

@@ -1,9 +1,12 @@
 // Kernels for x86-64 processors with AVX-512 BF16: paged attention, RMS norm, gated activation.
 //
-// Cache of one layer, bfloat16:
-//   keys    [blocks][kv_heads][d / 2][block_size][2]   one 32-bit lane a key, so 16 keys are multiplied at once
-//   values  [blocks][kv_heads][block_size / 2][d][2]   one 32-bit lane a channel, holding two neighbouring keys
+// Cache of one layer, bfloat16, [blocks][kv_heads][keys | values]:
+//   keys    [d / 2][block_size][2]   one 32-bit lane a key, so 16 keys are multiplied at once
+//   values  [block_size / 2][d][2]   one 32-bit lane a channel, holding two neighbouring keys
 // Both are what vdpbf16ps (a += x0 * y0 + x1 * y1 in each 32-bit lane) reads without shuffling.
+//
+// Decoding is bound by reading the cache from memory, 4 KiB here and 4 KiB there, which the processor's own prefetcher
+// does not foresee. So the keys of the next run and the values of this one are prefetched while this run is multiplied.
 
 #include <immintrin.h>
 #include <math.h>
@@ -45,7 +48,6 @@ typedef struct {
     const int32_t *merge_tokens;  // [merges]
     const int32_t *merge_offsets; // [merges + 1]
     const int32_t *merge_parts;   // rows of `partial`
-    int64_t value_offset;         // elements from the keys of a layer's cache to its values
     bf16 *query;                  // [T][heads][dim], scratch
     float *partial;               // [rows][heads][dim + 1], normalised output and log-sum-exp, scratch
 } Plan;
@@ -158,24 +160,31 @@ static void prepare_token(const Plan *p, int64_t t, const bf16 *qkv, bf16 *cache
     const int64_t block = p->slots[t] / p->block_size;
     const int offset = (int)(p->slots[t] % p->block_size);
     for (int h = 0; h < p->kv_heads; h++) {
-        const int64_t start = (block * p->kv_heads + h) * p->block_size * dim;
+        bf16 *keys = cache + (block * p->kv_heads + h) * 2 * p->block_size * dim;
         const bf16 *x = row + (p->heads + h) * dim;
         if (kn) norm_row(x, kn, normed, dim, p->eps), x = normed;
         rotate(x, table, key, dim);
-        write_key(key, cache + start, offset, dim, p->block_size);
-        write_value(row + (p->heads + p->kv_heads + h) * dim, cache + p->value_offset + start, offset, dim);
+        write_key(key, keys, offset, dim, p->block_size);
+        write_value(row + (p->heads + p->kv_heads + h) * dim, keys + p->block_size * dim, offset, dim);
     }
 }
 
 // --- attention: one item for one key/value head -----------------------------------------------------------------
 
-// scores[r][0..31] = query[r] . keys of 32 neighbouring positions
-INLINE void score_tile(const int rows, const bf16 *q, const bf16 *keys, int block_size, float *scores, int dim) {
+// scores[r][0..31] = query[r] . keys of 32 neighbouring positions. Runs to prefetch meanwhile: 32 keys and 32 values.
+INLINE void score_tile(const int rows, const bf16 *q, const bf16 *keys, int block_size, float *scores, int dim,
+                       const bf16 *next_keys, const bf16 *values) {
     __m512 acc[6][2];
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
     for (int i = 0; i < dim / 2; i++) {
         const __m512i k0 = _mm512_loadu_si512(keys + (int64_t)i * block_size * 2);
         const __m512i k1 = _mm512_loadu_si512(keys + (int64_t)i * block_size * 2 + 32);
+        if (values) {
+            _mm_prefetch((const char *)(next_keys + (int64_t)i * block_size * 2), _MM_HINT_T0);
+            _mm_prefetch((const char *)(next_keys + (int64_t)i * block_size * 2 + 32), _MM_HINT_T0);
+            _mm_prefetch((const char *)(values + i * 64), _MM_HINT_T0);
+            _mm_prefetch((const char *)(values + i * 64 + 32), _MM_HINT_T0);
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             int32_t pair;
@@ -273,31 +282,41 @@ INLINE void softmax_row(Scratch *s, int r, int visible, int keys, float scale, i
     }
 }
 
+// The keys of 32 positions from `position`; their values follow `block_size * dim` elements later, less the key offset.
+INLINE const bf16 *run_of_keys(const Plan *p, int item, int head, int position, const bf16 *cache, const int dim) {
+    const int32_t *table = p->table + (int64_t)p->item_rows[item] * p->columns;
+    const int64_t block = table[position / p->block_size];
+    return cache + (block * p->kv_heads + head) * 2 * p->block_size * dim + position % p->block_size * 2;
+}
+
+INLINE const bf16 *run_of_values(const Plan *p, int item, int head, int position, const bf16 *cache, const int dim) {
+    const int offset = position % p->block_size;
+    return run_of_keys(p, item, head, position, cache, dim) - offset * 2 + (p->block_size + offset) * dim;
+}
+
 INLINE void attend_chunk(const Plan *p, Scratch *s, int item, int head, int rows, int first, const bf16 *cache,
                          const int dim) {
-    const int size = p->block_size, group = p->heads / p->kv_heads;
-    const int32_t *table = p->table + (int64_t)p->item_rows[item] * p->columns;
+    const int group = p->heads / p->kv_heads, end = p->item_ends[item];
     const int32_t *limits = p->item_limits + p->item_offsets[item];
-    const int last = p->item_ends[item] - first < CHUNK ? p->item_ends[item] : first + CHUNK;
+    const int last = end - first < CHUNK ? end : first + CHUNK;
     const int keys = (last - first + 31) & ~31;
     for (int k = 0; k < keys; k += 32) {
-        const int position = first + k;
-        const int64_t start = ((int64_t)table[position / size] * p->kv_heads + head) * size * dim;
-        const bf16 *block = cache + start + position % size * 2;
+        const bf16 *run = run_of_keys(p, item, head, first + k, cache, dim);
+        const bf16 *next = first + k + 32 < end ? run_of_keys(p, item, head, first + k + 32, cache, dim) : run;
+        const bf16 *values = run_of_values(p, item, head, first + k, cache, dim);
         for (int r = 0; r < rows; r += 6) {
-#define CALL(n) score_tile(n, s->query + r * dim, block, size, s->scores + r * CHUNK + k, dim)
+#define CALL(n) \
+    score_tile(n, s->query + r * dim, run, p->block_size, s->scores + r * CHUNK + k, dim, next, r ? NULL : values)
             BY_ROWS(rows - r, CALL)
 #undef CALL
         }
     }
     for (int r = 0; r < rows; r++) softmax_row(s, r, limits[r / group] - first, keys, p->scale, dim);
     for (int k = 0; k < keys; k += 32) {
-        const int position = first + k;
-        const int64_t start = ((int64_t)table[position / size] * p->kv_heads + head) * size * dim;
-        const bf16 *block = cache + p->value_offset + start + (int64_t)(position % size) * dim;
+        const bf16 *run = run_of_values(p, item, head, first + k, cache, dim);
         for (int r = 0; r < rows; r += 6)
             for (int d = 0; d < dim; d += 64) {
-#define CALL(n) value_tile(n, s->prob + r * CHUNK + k, block + d * 2, 32, dim, s->out + r * dim + d)
+#define CALL(n) value_tile(n, s->prob + r * CHUNK + k, run + d * 2, 32, dim, s->out + r * dim + d)
                 BY_ROWS(rows - r, CALL)
 #undef CALL
             }

@@ -55,7 +55,6 @@ class Plan(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _MORE_INTS),
         ("merges", ctypes.c_int32),
         *((name, ctypes.c_void_p) for name in _MERGES),
-        ("value_offset", ctypes.c_int64),
         ("query", ctypes.c_void_p),
         ("partial", ctypes.c_void_p),
     )
