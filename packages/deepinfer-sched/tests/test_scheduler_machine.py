@@ -117,7 +117,7 @@ class Jobs(RuleBasedStateMachine):
         good=st.integers(0, 2),
     )
     def disturb(self, which, what, good):
-        seq, text = self.expected[which % len(self.expected)]
+        seq, _ = self.expected[which % len(self.expected)]
         if seq.status is Status.FINISHED:
             return
         if what == "abort":

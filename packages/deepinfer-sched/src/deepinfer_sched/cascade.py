@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+
 import numpy as np
 
 from deepinfer_sched.step import Cascade
@@ -57,34 +60,59 @@ def find_shared_prefixes(pages: np.ndarray, full_pages: np.ndarray, min_pages: i
     depth = min(pages.shape[1], int(full_pages.max(initial=0)))
     if len(pages) < 2 or depth < min_pages:
         return []
-    valid = np.arange(depth) < full_pages[:, None]
-    table = np.where(valid, pages[:, :depth], -1 - np.arange(len(pages))[:, None])  # ends compare unequal
-    return _best(table, np.arange(len(pages)), 0, max(min_pages, 1))[1]
+    inside = np.arange(depth) < full_pages[:, None]
+    table = np.where(inside, pages[:, :depth], -1 - np.arange(len(pages), dtype=np.int32)[:, None])  # ends differ
+    order = np.ascontiguousarray(table.astype(">i4")).view(f"V{4 * depth}").ravel().argsort(kind="stable")
+    ranked = table[order]
+    equal = ranked[1:] == ranked[:-1]
+    common = np.where(equal.all(axis=1), depth, equal.argmin(axis=1)).tolist()  # of each row with the one before it
+    groups = _best(common, 0, len(pages), 0, max(min_pages, 1)).groups
+    return [(np.sort(order[rows]), count) for rows, count in groups]
 
 
-def _best(table: np.ndarray, rows: np.ndarray, column: int, min_pages: int) -> tuple[int, list[tuple[np.ndarray, int]]]:
-    """Most reads saved among `rows`, which agree on all columns before `column`, and the groups that save them."""
-    saved, groups = 0, []
-    for part in _split(table, rows, column):
-        common = _common(table, part, column)
-        own = (len(part) - 1) * common if common >= min_pages else 0
-        deeper, deeper_groups = _best(table, part, common, min_pages) if common < table.shape[1] else (0, [])
-        if deeper > own:
-            saved, groups = saved + deeper, groups + deeper_groups
-        elif own:
-            saved, groups = saved + own, [*groups, (part, common)]
-    return saved, groups
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What is best for a run of ranked rows.
+
+    Attributes:
+        saved: page reads saved, with `price` for each row that joins a group further up.
+        groups: (ranked rows, common pages).
+        rest: ranked rows that join a group further up, or none.
+    """
+
+    saved: int
+    groups: list[tuple[list[int], int]]
+    rest: list[int]
 
 
-def _split(table: np.ndarray, rows: np.ndarray, column: int) -> list[np.ndarray]:
-    """Parts of at least two rows that agree on `column`."""
-    values = table[rows, column]
-    order = np.argsort(values, kind="stable")
-    cuts = np.flatnonzero(np.diff(values[order])) + 1
-    return [part for part in np.split(rows[order], cuts) if len(part) > 1]
-
-
-def _common(table: np.ndarray, rows: np.ndarray, column: int) -> int:
-    """Leading columns on which all `rows` agree; they agree on `column` and everything before."""
-    same = (table[rows, column:] == table[rows[0], column:]).all(axis=0)
-    return column + (int(same.argmin()) if not same.all() else len(same))
+def _best(common: list[int], first: int, last: int, price: int, min_pages: int) -> _Choice:
+    """Group the ranked rows [first, last), given what a row is worth to a group with a shorter prefix."""
+    if last - first < 2:
+        return _Choice(price * (last - first), [], list(range(first, last)))
+    inner = common[first : last - 1]
+    shared = min(inner)
+    cuts = [first, *(first + place + 1 for place, value in enumerate(inner) if value == shared), last]
+    choices = []
+    if shared >= min_pages:  # a group of its own: its first row saves nothing
+        parts = [_best(common, begin, end, shared, min_pages) for begin, end in pairwise(cuts)]
+        rows = [row for part in parts for row in part.rest]
+        groups = [group for part in parts for group in part.groups]
+        if len(rows) > 1:
+            choices.append(_Choice(sum(part.saved for part in parts) - shared, [*groups, (rows, shared)], []))
+    if shared > price or not choices:
+        parts = (
+            [_best(common, begin, end, price, min_pages) for begin, end in pairwise(cuts)]
+            if shared != max(inner)
+            else []
+        )
+        if parts:
+            choices.append(
+                _Choice(
+                    sum(part.saved for part in parts),
+                    [group for part in parts for group in part.groups],
+                    [row for part in parts for row in part.rest],
+                )
+            )
+        else:
+            choices.append(_Choice(price * (last - first), [], list(range(first, last))))
+    return max(choices, key=lambda choice: choice.saved)
