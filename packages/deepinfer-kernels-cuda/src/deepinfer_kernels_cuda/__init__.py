@@ -14,10 +14,46 @@ from .layouts import FP8, LAYOUT_VERSION, MXFP4, NVFP4, RecordFormat
 
 if TYPE_CHECKING:
     from .attention import sparse_mla_decode, sparse_mla_prefill
+    from .experts import PackedExperts, dequantize, moe_experts, mx_linear, prepare_experts
+    from .llama import MarkovStep, apply_bitmask, markov_step, paged_gqa, sample
+    from .mhc import HyperMix, MhcStep, mhc_collapse, mhc_post, mhc_pre, mhc_step
+    from .rows import compress, engram_gather, kv_gather, kv_insert, norm_rope_insert, rms_norm, rope
+    from .selection import candidate_mask, indexer_logits, router, topk_lowest_index
+    from .weights import MxWeights, mx_weights, pack_sm90
 
 _LAZY = {
     "sparse_mla_decode": "attention",
     "sparse_mla_prefill": "attention",
+    "PackedExperts": "experts",
+    "dequantize": "experts",
+    "moe_experts": "experts",
+    "mx_linear": "experts",
+    "prepare_experts": "experts",
+    "MarkovStep": "llama",
+    "apply_bitmask": "llama",
+    "markov_step": "llama",
+    "paged_gqa": "llama",
+    "sample": "llama",
+    "HyperMix": "mhc",
+    "MhcStep": "mhc",
+    "mhc_collapse": "mhc",
+    "mhc_post": "mhc",
+    "mhc_pre": "mhc",
+    "mhc_step": "mhc",
+    "compress": "rows",
+    "engram_gather": "rows",
+    "kv_gather": "rows",
+    "kv_insert": "rows",
+    "norm_rope_insert": "rows",
+    "rms_norm": "rows",
+    "rope": "rows",
+    "candidate_mask": "selection",
+    "indexer_logits": "selection",
+    "router": "selection",
+    "topk_lowest_index": "selection",
+    "MxWeights": "weights",
+    "mx_weights": "weights",
+    "pack_sm90": "weights",
 }
 
 __all__ = [
@@ -27,14 +63,44 @@ __all__ = [
     "NVFP4",
     "ArgumentError",
     "CapabilityRow",
+    "HyperMix",
     "KernelError",
+    "MarkovStep",
+    "MhcStep",
+    "MxWeights",
+    "PackedExperts",
     "RecordFormat",
     "UnsupportedDeviceError",
+    "apply_bitmask",
+    "candidate_mask",
     "capability_table",
+    "compress",
+    "dequantize",
     "device_arch",
+    "engram_gather",
+    "indexer_logits",
     "is_supported",
+    "kv_gather",
+    "kv_insert",
+    "markov_step",
+    "mhc_collapse",
+    "mhc_post",
+    "mhc_pre",
+    "mhc_step",
+    "moe_experts",
+    "mx_linear",
+    "mx_weights",
+    "norm_rope_insert",
+    "pack_sm90",
+    "paged_gqa",
+    "prepare_experts",
+    "rms_norm",
+    "rope",
+    "router",
+    "sample",
     "sparse_mla_decode",
     "sparse_mla_prefill",
+    "topk_lowest_index",
 ]
 
 

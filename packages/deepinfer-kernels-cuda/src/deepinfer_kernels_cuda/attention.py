@@ -160,7 +160,7 @@ def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out
         extra.slots, sink if sink is not None else lse, out, out.stride(0), out.stride(1), lse,
         partial, partial_ml, counters, heads, scale_log2,
         W_PAGE=view.page_size, X_PAGE=extra.page_size, HAS_SINK=sink is not None, SPLITS=splits,
-        BN=bn, STAGES=2, ROWS=16, PRODUCER_WARPS=4, PRODUCER_REGS=128, num_warps=8,
+        BN=bn, STAGES=2, PRODUCER_WARPS=4, PRODUCER_REGS=128, num_warps=8,
     )  # fmt: skip
 
 

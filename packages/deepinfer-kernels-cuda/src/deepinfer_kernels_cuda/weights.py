@@ -95,7 +95,7 @@ def pack_sm90(weights: MxWeights, *, swiglu: bool = False) -> MxWeights:
         codes.append(_pack_fp4(padded, n_tiles, k_tiles) if weights.fp4 else _pack_fp8(padded, n_tiles, k_tiles))
         bytes_ = torch.zeros(n_tiles * 64, k_tiles * 4, dtype=torch.uint8, device=dense.device)
         bytes_[keep, : weights.scales.shape[2]] = weights.scales[e][order[keep]]
-        scales.append(bytes_.view(torch.int32).t().contiguous())
+        scales.append(_pack_scales(bytes_.view(n_tiles * 64, k_tiles, 4), weights.fp4))
     return MxWeights(torch.stack(codes), torch.stack(scales), n, k, weights.fp4, packed=True, swiglu=swiglu)
 
 
@@ -113,6 +113,19 @@ def _expand(codes: torch.Tensor, fp4: bool) -> torch.Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2) if fp4 else codes
 
 
+def _pack_scales(codes: torch.Tensor, fp4: bool) -> torch.Tensor:
+    """E8M0 [rows, K tiles, 4 chunks] -> int32 words [K tiles, rows], exponents of bf16 factors ready in place.
+
+    Byte 0 lands in bits 14:7, byte 1 in 30:23, bytes 2 and 3 likewise in the word rotated left by 8.
+    """
+    exponent = (codes.to(torch.int64) + (66 if fp4 else 60)).clamp_max(254)  # codes carry 2^-126 / 2^-120, result 2^-60
+    f0, f1, f2, f3 = exponent.unbind(-1)
+    rotated = (f2 << 7) | (f3 << 23)
+    word = (f0 << 7) | (f1 << 23) | (rotated >> 8) | ((rotated & 0xFF) << 24)
+    word = torch.where(word >= 2**31, word - 2**32, word)
+    return word.to(torch.int32).t().contiguous()
+
+
 def _pack_fp4(codes: torch.Tensor, n_tiles: int, k_tiles: int) -> torch.Tensor:
     # rows: tile, warp 4, b1 2, g 8; columns: tile, chunk 4, half 2, b2 2, t 4, b0 2
     split = codes.view(n_tiles, 4, 2, 8, k_tiles, 4, 2, 2, 4, 2)
@@ -124,7 +137,7 @@ def _pack_fp4(codes: torch.Tensor, n_tiles: int, k_tiles: int) -> torch.Tensor:
     word = (s0 << 15) | (m0 << 6) | (s1 << 12) | (m1 << 3) | (s2 << 9) | m2
     word |= (s3 << 14) | ((m3 >> 1) << 10) | ((m3 & 1) << 13)
     word = torch.where(word >= 0x8000, word - 0x10000, word)
-    return word.to(torch.int16).reshape(n_tiles, k_tiles, 2, 128, 8)
+    return word.to(torch.int16).reshape(n_tiles, k_tiles, 2, 128, 8).view(torch.int32)
 
 
 def _pack_fp8(codes: torch.Tensor, n_tiles: int, k_tiles: int) -> torch.Tensor:

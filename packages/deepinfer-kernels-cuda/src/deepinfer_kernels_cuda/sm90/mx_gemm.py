@@ -67,26 +67,29 @@ _E4M3_CHUNKS = gl.constexpr("""
 
 
 @gluon.jit
-def _factor(scales, chunk: gl.constexpr, OFFSET: gl.constexpr, layout: gl.constexpr, BN: gl.constexpr):
-    """bf16 [BN, 32] factors of one chunk: 2^(byte - 127 + OFFSET)."""
-    exponent = gl.minimum(((scales >> (8 * chunk)) & 0xFF) + OFFSET, 254)
-    value = (exponent << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return gl.expand_dims(value, 1)
+def _factors(scales):
+    """Four bf16 factors a row from one packed scale word: exponent bytes at bits 7, 23 and, rotated by 8, again."""
+    low = scales & 0x7F807F80
+    high = ((scales << 8) | ((scales >> 24) & 0xFF)) & 0x7F807F80
+    f0 = low.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    f1 = (low >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    f2 = high.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    f3 = (high >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.expand_dims(f0, 1), gl.expand_dims(f1, 1), gl.expand_dims(f2, 1), gl.expand_dims(f3, 1)
 
 
 @gluon.jit
-def _decode(words, scales, FP4: gl.constexpr, BN: gl.constexpr, small: gl.constexpr, full: gl.constexpr):
-    """Packed words in load order -> bf16 [BN, 128] * 2^-60 as the MMA's register operand."""
+def _decode(words, scales, FP4: gl.constexpr, BN: gl.constexpr, operand: gl.constexpr):
+    """Packed int32 words in load order -> bf16 [BN, 128] * 2^-60 as the MMA's register operand."""
     M: gl.constexpr = BN // 64
+    f0, f1, f2, f3 = _factors(scales)
     if FP4:
-        # [m, half, thread, (b2, b1, b0)]: rows m, warp, b1, g; columns half, b2, t, b0
-        split = gl.reshape(words, [M, 2, 4, 8, 4, 2, 2, 2])
+        # An int32 holds the int16 elements b0 = 0, 1. [m, half, thread, (b2, b1)] -> rows m, warp, b1, g; columns
+        # half, b2, t, b0.
+        halves = gl.join((words & 0xFFFF).to(gl.int16), (words >> 16).to(gl.int16))
+        split = gl.reshape(halves, [M, 2, 4, 8, 4, 2, 2, 2])
         ordered = gl.permute(split, (0, 2, 6, 3, 1, 5, 4, 7))
-        tile = gl.convert_layout(gl.reshape(ordered, [BN, 32]), small, assert_trivial=True)
-        f0 = _factor(scales, 0, 66, small, BN)
-        f1 = _factor(scales, 1, 66, small, BN)
-        f2 = _factor(scales, 2, 66, small, BN)
-        f3 = _factor(scales, 3, 66, small, BN)
+        tile = gl.convert_layout(gl.reshape(ordered, [BN, 32]), operand, assert_trivial=True)
         f0, tile = gl.broadcast(f0, tile)
         f1, tile = gl.broadcast(f1, tile)
         f2, tile = gl.broadcast(f2, tile)
@@ -99,11 +102,7 @@ def _decode(words, scales, FP4: gl.constexpr, BN: gl.constexpr, small: gl.conste
         # [m, (half, b2), thread, (b1, b0)]
         split = gl.reshape(words, [M, 2, 2, 4, 8, 4, 2, 2])
         ordered = gl.permute(split, (0, 3, 6, 4, 1, 2, 5, 7))
-        tile = gl.convert_layout(gl.reshape(ordered, [BN, 32]), small, assert_trivial=True)
-        f0 = _factor(scales, 0, 60, small, BN)
-        f1 = _factor(scales, 1, 60, small, BN)
-        f2 = _factor(scales, 2, 60, small, BN)
-        f3 = _factor(scales, 3, 60, small, BN)
+        tile = gl.convert_layout(gl.reshape(ordered, [BN, 32]), operand, assert_trivial=True)
         f0, tile = gl.broadcast(f0, tile)
         f1, tile = gl.broadcast(f1, tile)
         f2, tile = gl.broadcast(f2, tile)
@@ -114,7 +113,7 @@ def _decode(words, scales, FP4: gl.constexpr, BN: gl.constexpr, small: gl.conste
         )  # fmt: skip
     joined = gl.join(gl.join(c0, c2), gl.join(c1, c3))
     wide = gl.reshape(gl.permute(joined, (0, 2, 3, 1)), [BN, 128])
-    return gl.convert_layout(wide, full, assert_trivial=True)
+    return gl.convert_layout(wide, operand, assert_trivial=True)
 
 
 @gluon.jit
@@ -140,8 +139,7 @@ def sm90_mx_gemm_kernel(
     warps: gl.constexpr = 4
     M: gl.constexpr = BN // 64
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BT, 16])
-    small: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    full: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     block = gl.program_id(0)
     if GROUPED:
         expert = gl.program_id(1)
@@ -161,13 +159,11 @@ def sm90_mx_gemm_kernel(
         k_last = k_blocks * (gl.program_id(2) + 1) // SPLIT_K
 
     if FP4:
-        w_layout: gl.constexpr = gl.BlockedLayout([M, 2, 1, 8], [1, 1, 32, 1], [1, 1, warps, 1], [3, 2, 1, 0])
         HALVES: gl.constexpr = 2
-        WORDS: gl.constexpr = 8
     else:
-        w_layout: gl.constexpr = gl.BlockedLayout([M, 4, 1, 4], [1, 1, 32, 1], [1, 1, warps, 1], [3, 2, 1, 0])
         HALVES: gl.constexpr = 4
-        WORDS: gl.constexpr = 4
+    WORDS: gl.constexpr = 4
+    w_layout: gl.constexpr = gl.BlockedLayout([M, HALVES, 1, 4], [1, 1, 32, 1], [1, 1, warps, 1], [3, 2, 1, 0])
     TILE: gl.constexpr = HALVES * 128 * WORDS
     l3: gl.constexpr = gl.SliceLayout(3, w_layout)
     i_m = gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(2, l3)))
@@ -184,7 +180,7 @@ def sm90_mx_gemm_kernel(
     w_base = weights + (expert.to(gl.int64) * n_blocks + block64) * k_blocks * TILE if GROUPED else weights + (
         block64.to(gl.int64) * k_blocks * TILE
     )
-    s_row = block * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, small))
+    s_row = block * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, operand))
     s_mask = s_row < n_blocks * 64
     s_base = scales + expert.to(gl.int64) * k_blocks * n_blocks * 64 if GROUPED else scales
 
@@ -222,7 +218,7 @@ def sm90_mx_gemm_kernel(
             k_load = gl.minimum(k + 2, k_last - 1)
             words_far = gl.load(w_base + k_load * TILE + w_offset, mask=w_mask, other=0)
             scale_far = gl.load(s_base + k_load * n_blocks * 64 + s_row, mask=s_mask, other=0)
-            a = _decode(words, scale, FP4, BN, small, full)
+            a = _decode(words, scale, FP4, BN, operand)
             acc = warpgroup_mma(a, x_smem.index(step % STAGES).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             words = words_next

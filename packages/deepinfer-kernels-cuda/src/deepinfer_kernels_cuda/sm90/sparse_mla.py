@@ -140,35 +140,59 @@ def _decode_nvfp4(words, scale):
 
 
 @gluon.jit
-def _fill_mxfp8(buffer, cache, index, begin, keys, slots, stride_page, stride_row, column, groups, rows,
-                PAGE: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """Fill a [BN, 512] tile from 528-byte records, one group of ROWS rows loaded ahead of the one being decoded."""
-    slot = gl.load(index + begin + rows, mask=begin + rows < keys, other=-1)
-    words, scale = _load_mxfp8(cache, slot, slots, stride_page, stride_row, column, groups, PAGE)
-    for part in gl.static_range(BN // ROWS):
-        words_now, scale_now = words, scale
-        if part + 1 < BN // ROWS:
-            key = begin + (part + 1) * ROWS + rows
-            slot = gl.load(index + key, mask=key < keys, other=-1)
-            words, scale = _load_mxfp8(cache, slot, slots, stride_page, stride_row, column, groups, PAGE)
-        c0, c1, c2, c3 = _decode_mxfp8(words_now, scale_now)
-        _store_columns(buffer, part * ROWS, c0, c1, c2, c3, ROWS)
+def _slots(index, part, keys, rows, ROWS: gl.constexpr):
+    """Slots of one group of ROWS keys, -1 past the end."""
+    key = part * ROWS + rows
+    return gl.load(index + key, mask=key < keys, other=-1)
 
 
 @gluon.jit
-def _fill_nvfp4(buffer, cache, index, begin, keys, slots, stride_page, stride_row, column, groups, rows,
-                PAGE: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr):  # fmt: skip
-    """Fill a [BN, 512] tile from 288-byte records, one group of ROWS rows loaded ahead of the one being decoded."""
-    slot = gl.load(index + begin + rows, mask=begin + rows < keys, other=-1)
-    words, scale = _load_nvfp4(cache, slot, slots, stride_page, stride_row, column, groups, PAGE)
-    for part in gl.static_range(BN // ROWS):
-        words_now, scale_now = words, scale
-        if part + 1 < BN // ROWS:
-            key = begin + (part + 1) * ROWS + rows
-            slot = gl.load(index + key, mask=key < keys, other=-1)
-            words, scale = _load_nvfp4(cache, slot, slots, stride_page, stride_row, column, groups, PAGE)
-        c0, c1, c2, c3 = _decode_nvfp4(words_now, scale_now)
-        _store_columns(buffer, part * ROWS, c0, c1, c2, c3, ROWS)
+def _produce_tiles(
+    kv_smem, full, empty, first_step, cache, index, tile_begin, tile_end, keys, slots, stride_page, stride_row,
+    FP8: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Fill the tiles of one record format. Records are requested two groups ahead, their slots four groups ahead."""
+    PARTS: gl.constexpr = BN // ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    groups = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    words = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    column = gl.expand_dims(gl.expand_dims(groups, 0), 2) * 4 + gl.expand_dims(gl.expand_dims(words, 0), 1)
+    part = tile_begin * PARTS
+    keys = gl.minimum(keys, tile_end * BN)
+    slot0 = _slots(index, part, keys, rows, ROWS)
+    slot1 = _slots(index, part + 1, keys, rows, ROWS)
+    slot2 = _slots(index, part + 2, keys, rows, ROWS)
+    slot3 = _slots(index, part + 3, keys, rows, ROWS)
+    if FP8:
+        words0, scale0 = _load_mxfp8(cache, slot0, slots, stride_page, stride_row, column, groups, PAGE)
+        words1, scale1 = _load_mxfp8(cache, slot1, slots, stride_page, stride_row, column, groups, PAGE)
+    else:
+        words0, scale0 = _load_nvfp4(cache, slot0, slots, stride_page, stride_row, column, groups, PAGE)
+        words1, scale1 = _load_nvfp4(cache, slot1, slots, stride_page, stride_row, column, groups, PAGE)
+    for tile in range(tile_begin, tile_end):
+        step = first_step + tile - tile_begin
+        stage = step % STAGES
+        buffer = kv_smem.index(stage)
+        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        for inner in gl.static_range(PARTS):
+            if FP8:
+                words2, scale2 = _load_mxfp8(cache, slot2, slots, stride_page, stride_row, column, groups, PAGE)
+            else:
+                words2, scale2 = _load_nvfp4(cache, slot2, slots, stride_page, stride_row, column, groups, PAGE)
+            slot2 = slot3
+            slot3 = _slots(index, tile * PARTS + inner + 4, keys, rows, ROWS)
+            if FP8:
+                c0, c1, c2, c3 = _decode_mxfp8(words0, scale0)
+            else:
+                c0, c1, c2, c3 = _decode_nvfp4(words0, scale0)
+            _store_columns(buffer, inner * ROWS, c0, c1, c2, c3, ROWS)
+            words0, scale0 = words1, scale1
+            words1, scale1 = words2, scale2
+        fence_async_shared()
+        _barrier()
+        mbarrier.arrive(full.index(stage), count=1)
 
 
 @gluon.jit
@@ -177,28 +201,20 @@ def _produce(
     window, window_idx, w_stride_page, w_stride_row, w_idx_stride, W_PAGE: gl.constexpr, W_KEYS, w_slots,
     extra, extra_idx, x_stride_page, x_stride_row, x_idx_stride, X_PAGE: gl.constexpr, X_KEYS, x_slots,
     query, tile_begin, tile_end, w_tiles,
-    BN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Gather records tile by tile, dequantise them to bf16 * 2^-60 and hand the tile to the consumers."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    groups = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    words = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    column = gl.expand_dims(gl.expand_dims(groups, 0), 2) * 4 + gl.expand_dims(gl.expand_dims(words, 0), 1)
-    for tile in range(tile_begin, tile_end):
-        step = tile - tile_begin
-        stage = step % STAGES
-        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-        if tile < w_tiles:
-            _fill_mxfp8(kv_smem.index(stage), window, window_idx + query.to(gl.int64) * w_idx_stride, tile * BN, W_KEYS,
-                        w_slots, w_stride_page, w_stride_row, column, groups, rows, W_PAGE, BN, ROWS)  # fmt: skip
-        else:
-            _fill_nvfp4(kv_smem.index(stage), extra, extra_idx + query.to(gl.int64) * x_idx_stride,
-                        (tile - w_tiles) * BN, X_KEYS, x_slots, x_stride_page, x_stride_row, column, groups, rows,
-                        X_PAGE, BN, ROWS)  # fmt: skip
-        fence_async_shared()
-        _barrier()
-        mbarrier.arrive(full.index(stage), count=1)
+    """Gather records tile by tile, dequantise them to bf16 * 2^-60 and hand the tiles to the consumers."""
+    w_begin = gl.minimum(tile_begin, w_tiles)
+    w_end = gl.minimum(tile_end, w_tiles)
+    if w_begin < w_end:
+        _produce_tiles(kv_smem, full, empty, 0, window, window_idx + query.to(gl.int64) * w_idx_stride, w_begin, w_end,
+                       W_KEYS, w_slots, w_stride_page, w_stride_row, True, W_PAGE, BN, STAGES, 16, WARPS)  # fmt: skip
+    x_begin = gl.maximum(tile_begin, w_tiles) - w_tiles
+    x_end = gl.maximum(tile_end, w_tiles) - w_tiles
+    if x_begin < x_end:
+        _produce_tiles(kv_smem, full, empty, w_end - w_begin, extra, extra_idx + query.to(gl.int64) * x_idx_stride,
+                       x_begin, x_end, X_KEYS, x_slots, x_stride_page, x_stride_row, False, X_PAGE, BN, STAGES, 16,
+                       WARPS)  # fmt: skip
 
 
 @gluon.jit
@@ -227,6 +243,7 @@ def _consume(
     qk_row: gl.constexpr = gl.SliceLayout(1, qk_layout)
     pv_row: gl.constexpr = gl.SliceLayout(1, pv_layout)
     columns = gl.arange(0, BN, layout=gl.SliceLayout(0, qk_layout))
+    scale_log2 = scale_log2 * 1152921504606846976.0  # keys carry 2^-60
     acc = gl.zeros([64, 512], gl.float32, layout=pv_layout)
     m = gl.full([64], float("-inf"), gl.float32, layout=qk_row)
     total = gl.zeros([64], gl.float32, layout=qk_row)
@@ -328,7 +345,7 @@ def sm90_sparse_mla_kernel(
     extra, extra_idx, x_stride_page, x_stride_row, x_idx_stride, X_KEYS, x_slots,
     sink, out, out_stride_n, out_stride_h, lse, partial, partial_ml, counters, heads, scale_log2,
     W_PAGE: gl.constexpr, X_PAGE: gl.constexpr, HAS_SINK: gl.constexpr, SPLITS: gl.constexpr,
-    BN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, PRODUCER_WARPS: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, PRODUCER_WARPS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """Grid (splits, head blocks of 64, queries); 8 consumer warps and PRODUCER_WARPS producer warps."""
@@ -380,7 +397,7 @@ def sm90_sparse_mla_kernel(
                 window, window_idx, w_stride_page, w_stride_row, w_idx_stride, W_PAGE, W_KEYS, w_slots,
                 extra, extra_idx, x_stride_page, x_stride_row, x_idx_stride, X_PAGE, X_KEYS, x_slots,
                 query, tile_begin, tile_end, w_tiles,
-                BN, STAGES, ROWS, PRODUCER_WARPS,
+                BN, STAGES, PRODUCER_WARPS,
             )),
         ],
         [PRODUCER_WARPS],

@@ -1,0 +1,180 @@
+"""Timing on a CUDA device: medians of device time, with and without the L2 cache flushed, against measured ceilings."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Ceilings:
+    """What this card did in this run: device-to-device copy (bytes read + written) and a bf16 8192^3 product."""
+
+    copy_gbs: float
+    bf16_tflops: float
+
+
+@dataclass
+class Result:
+    """One line of the results file; times in microseconds, `share` of the binding ceiling with a cold L2."""
+
+    op: str
+    shape: str
+    kernel: str
+    us_cold: float
+    us_warm: float
+    gbs: float
+    tflops: float
+    bound: str
+    ceiling_us: float
+    share: float
+    error: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+_FLUSH: list[torch.Tensor] = []
+
+
+def _flush() -> None:
+    if not _FLUSH:
+        _FLUSH.append(torch.empty(64 * 2**20, dtype=torch.int32, device="cuda"))  # 256 MB, over four times the L2
+    _FLUSH[0].zero_()
+
+
+def time_cold(fn: Callable[[], Any], repeats: int = 15) -> float:
+    """Median device microseconds of one call with the L2 flushed before it (calls queue behind the flush)."""
+    fn()
+    torch.cuda.synchronize()
+    pairs = []
+    for _ in range(repeats):
+        torch.cuda._sleep(400_000)  # about 0.2 ms, in which the host queues what follows
+        _flush()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        fn()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(b.elapsed_time(e) for b, e in pairs) * 1e3
+
+
+def time_warm(fn: Callable[[], Any], calls: int = 10, repeats: int = 7) -> float:
+    """Median device microseconds a call, calls back to back inside a CUDA graph."""
+    fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fn()  # per-stream workspaces are made outside the capture
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                fn()
+        times = []
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times)
+
+
+def measure_ceilings() -> Ceilings:
+    """Copy 2 GB and multiply 8192^3 on random data."""
+    a = torch.randn(2**29, device="cuda")
+    b = torch.empty_like(a)
+    copy = statistics.median(_timed(lambda: b.copy_(a)) for _ in range(9))
+    del a, b
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    y = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        x @ y
+    product = statistics.median(_timed(lambda: x @ y) for _ in range(9))
+    return Ceilings(2 * 2**31 / copy / 1e3, 2 * 8192**3 / product / 1e6)
+
+
+def _timed(fn: Callable[[], Any]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    fn()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+class Recorder:
+    """Collects results, prints a table line for each, and writes JSON lines under $OUT."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ceilings = measure_ceilings()
+        self.results: list[Result] = []
+        print(f"copy {self.ceilings.copy_gbs:.0f} GB/s, bf16 {self.ceilings.bf16_tflops:.0f} TFLOP/s", flush=True)
+
+    def record(
+        self,
+        op: str,
+        shape: str,
+        kernel: str,
+        fn: Callable[[], Any],
+        *,
+        nbytes: float,
+        flops: float = 0.0,
+        error: float | None = None,
+        warm: bool = True,
+        **extra: Any,
+    ) -> Result | None:
+        """Time `fn`; a failure is printed and recorded as a failure, and does not stop the run."""
+        try:
+            cold = time_cold(fn)
+            hot = time_warm(fn) if warm else float("nan")
+        except Exception as failure:
+            print(f"{op:22s} {shape:34s} {kernel:22s} FAILED {type(failure).__name__}: {str(failure)[:300]}", flush=True)
+            return None
+        memory_us, matrix_us = nbytes / self.ceilings.copy_gbs / 1e3, flops / self.ceilings.bf16_tflops / 1e6
+        ceiling = max(memory_us, matrix_us)
+        result = Result(
+            op, shape, kernel, round(cold, 2), round(hot, 2), round(nbytes / cold / 1e3, 1),
+            round(flops / cold / 1e6, 1), "memory" if memory_us >= matrix_us else "matrix", round(ceiling, 2),
+            round(ceiling / cold, 3), error, extra,
+        )  # fmt: skip
+        self.results.append(result)
+        accuracy = "" if error is None else f" err {error:.1e}"
+        print(
+            f"{op:22s} {shape:34s} {kernel:22s} cold {cold:8.1f} warm {hot:8.1f} us  ceiling {ceiling:7.1f} us "
+            f"({result.bound}) share {result.share:5.1%} warm {ceiling / hot:5.1%}{accuracy}",
+            flush=True,
+        )
+        return result
+
+    def save(self) -> None:
+        """Write `$OUT/<name>.jsonl`: one header line, then one line a result."""
+        import triton
+
+        header = {
+            "date": datetime.date.today().isoformat(),
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda,
+            "ceilings": asdict(self.ceilings),
+            "note": "us_cold: L2 flushed before each call; us_warm: calls back to back in a CUDA graph; share = ceiling_us / us_cold",
+        }
+        path = Path(os.environ.get("OUT", ".")) / f"{self.name}.jsonl"
+        path.write_text("\n".join(json.dumps(line) for line in (header, *map(asdict, self.results))) + "\n")
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """||out - reference|| / ||reference||; NaN stays NaN."""
+    out, reference = out.double(), reference.double()
+    return float((out - reference).norm() / reference.norm().clamp_min(1e-300))

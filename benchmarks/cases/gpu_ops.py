@@ -1,0 +1,139 @@
+"""The streaming ops at V4.1's shapes: mHC, router, indexer, top-k, inserts, norms, compressor, Engram, Markov, GQA."""
+
+from __future__ import annotations
+
+import deepinfer_kernels_cuda as kernels
+import torch
+from deepinfer_kernels_cuda.reference import records
+from gpu_bench import Recorder
+
+D, S, VOCAB = 5120, 4, 129280
+
+
+def run_mhc(recorder: Recorder) -> None:
+    """The fused seam: bytes = streams read and written, output read, x written."""
+    fn, base, scale = torch.randn(24, S * D, device="cuda") * 0.01, torch.randn(24, device="cuda"), torch.randn(3, device="cuda")
+    weight = torch.randn(D, device="cuda").bfloat16()
+    for t in (8, 64, 1024, 4096):
+        streams = torch.randn(t, S, D, device="cuda").bfloat16()
+        output = torch.randn(t, D, device="cuda").bfloat16()
+        post, pre = torch.rand(t, S, device="cuda"), torch.rand(t, S, device="cuda")
+        comb = torch.rand(t, S, S, device="cuda") / S
+        recorder.record("mhc_step", f"t={t}", "portable", lambda: kernels.mhc_step(
+            streams, fn, base, scale, pre=pre, norm_weight=weight, norm_eps=1e-20, iterations=20, eps=1e-6,
+            output=output, post=post, comb=comb), nbytes=t * D * 2 * (2 * S + 2) + fn.numel() * 4)  # fmt: skip
+
+
+def run_router(recorder: Recorder) -> None:
+    """384 experts, top 6."""
+    weight, bias = torch.randn(384, D, device="cuda").bfloat16() * 0.01, torch.randn(384, device="cuda") * 0.1
+    for t in (64, 1024, 4096):
+        x = torch.randn(t, D, device="cuda").bfloat16()
+        recorder.record("router", f"t={t}", "portable", lambda: kernels.router(x, weight, bias, k=6, normalise=True, scale=1.5),
+                        nbytes=t * D * 2 + weight.numel() * 2, flops=2 * t * D * 384)  # fmt: skip
+
+
+def run_indexer(recorder: Recorder) -> None:
+    """64 queries over 64K MXFP4 entries, and top 512 of the scores."""
+    pages, size = 16384, 64
+    pool = records.new_pool(pages * size, "mxfp4", 128, "cuda")
+    for begin in range(0, pages * size, 65536):
+        values = torch.randn(65536, 128, device="cuda")
+        records.kv_insert(pool, torch.arange(begin, begin + 65536, device="cuda"), values, "mxfp4")
+    paged = pool.view(pages, size, 68)
+    for t, entries in ((64, 65536), (64, 2048), (1, 1 << 20)):
+        per = entries // size
+        table = torch.stack([torch.randperm(pages, device="cuda")[:per] for _ in range(t)]).int()
+        q = torch.randn(t, 32, 128, device="cuda").bfloat16()
+        weights = torch.randn(t, 32, device="cuda").bfloat16()
+        visible = torch.full((t,), entries, dtype=torch.int32, device="cuda")
+        rows = torch.arange(t, device="cuda", dtype=torch.int32)
+        call = lambda: kernels.indexer_logits(q, weights, paged, table, rows, visible, max_entries=entries)  # noqa: E731
+        recorder.record("indexer_logits", f"q={t} entries={entries}", "portable", call,
+                        nbytes=t * entries * (68 + 4), flops=2 * t * entries * 32 * 128)  # fmt: skip
+        scores = call()
+        recorder.record("topk_lowest_index", f"{t}x{entries} k=512", "portable", lambda: kernels.topk_lowest_index(scores, 512),
+                        nbytes=t * entries * 4)  # fmt: skip
+    if entries:
+        zeros = torch.zeros(64, 65536, device="cuda")
+        recorder.record("topk_lowest_index", "64x65536 k=512 all equal", "portable",
+                        lambda: kernels.topk_lowest_index(zeros, 512), nbytes=64 * 65536 * 4)  # fmt: skip
+        recorder.record("topk (torch, any tie)", "64x65536 k=512", "torch", lambda: torch.topk(scores.view(-1)[: 64 * 16384].view(64, -1), 512),
+                        nbytes=64 * 16384 * 4)  # fmt: skip
+
+
+def run_rows(recorder: Recorder) -> None:
+    """Norm, rope, insert, gather, compressor, Engram rows."""
+    for t in (64, 4096):
+        x = torch.randn(t, D, device="cuda").bfloat16()
+        weight = torch.randn(D, device="cuda").bfloat16()
+        recorder.record("rms_norm", f"t={t} n={D}", "portable", lambda: kernels.rms_norm(x, weight, 1e-20), nbytes=t * D * 4)
+        q = torch.randn(t, 64, 512, device="cuda").bfloat16()
+        table = (torch.randn(t, 32, device="cuda"), torch.randn(t, 32, device="cuda"))
+        recorder.record("rope (in place)", f"t={t} 64x512", "portable", lambda: kernels.rope(q, table, inplace=True),
+                        nbytes=t * 64 * 64 * 2 * 2 + t * 256)  # fmt: skip
+        kv = torch.randn(t, 512, device="cuda").bfloat16()
+        kw = torch.randn(512, device="cuda").bfloat16()
+        for fmt in ("fp8", "nvfp4"):
+            pool = records.new_pool(2 * t, fmt, 512, "cuda")
+            slots = torch.randperm(2 * t, device="cuda")[:t]
+            recorder.record("norm_rope_insert", f"t={t} {fmt}", "portable",
+                            lambda: kernels.norm_rope_insert(pool, slots, kv, fmt, norm_weight=kw, eps=1e-20, table=table),
+                            nbytes=t * (1024 + pool.shape[1] + 264))  # fmt: skip
+            recorder.record("kv_gather", f"t={t} {fmt}", "portable",
+                            lambda: kernels.kv_gather(pool, slots, fmt, 512, torch.bfloat16), nbytes=t * (1024 + pool.shape[1]))  # fmt: skip
+        values = torch.randn(t, 2, 512, device="cuda")
+        recorder.record("compress", f"groups={t} ratio=2", "portable", lambda: kernels.compress(values, values), nbytes=t * 512 * 4 * 3)
+        table8 = torch.randn(1 << 20, 256, device="cuda").to(torch.float8_e4m3fn)
+        scale = torch.randint(120, 130, (1 << 20, 8), dtype=torch.uint8, device="cuda").view(torch.float8_e8m0fnu)
+        rows = torch.randint(0, 1 << 20, (t, 24), device="cuda")
+        recorder.record("engram_gather", f"t={t} 24x256", "portable",
+                        lambda: kernels.engram_gather(table8, scale, rows, torch.bfloat16), nbytes=t * 24 * (264 + 512))  # fmt: skip
+
+
+def run_vocab(recorder: Recorder) -> None:
+    """Markov head, bitmask and sampling over the vocabulary."""
+    logits = torch.randn(64, VOCAB, device="cuda")
+    embed, head = torch.randn(VOCAB, 256, device="cuda").bfloat16(), torch.randn(VOCAB, 256, device="cuda").bfloat16()
+    previous = torch.randint(0, VOCAB, (64,), device="cuda")
+    recorder.record("markov_step", "b=64 rank=256", "portable", lambda: kernels.markov_step(logits, previous, embed, head),
+                    nbytes=VOCAB * 512 + 64 * VOCAB * 8, flops=2 * 64 * VOCAB * 256)  # fmt: skip
+    mask = torch.randint(-(2**31), 2**31, (64, VOCAB // 32), device="cuda").int()
+    scratch = logits.clone()
+    recorder.record("apply_bitmask", "64 rows", "portable", lambda: kernels.apply_bitmask(scratch, mask), nbytes=64 * VOCAB * 2)
+    temperature, seeds = torch.full((64,), 0.7, device="cuda"), torch.arange(64, device="cuda")
+    recorder.record("sample", "64 rows T=0.7", "portable", lambda: kernels.sample(logits, temperature, seeds), nbytes=64 * VOCAB * 4)
+    recorder.record("sample", "64 rows greedy", "portable", lambda: kernels.sample(logits, temperature * 0, seeds), nbytes=64 * VOCAB * 4)
+
+
+def run_gqa(recorder: Recorder) -> None:
+    """SmolLM2's attention: 9 heads over 3 of width 64, and a Llama-8B-like 32 over 8 of 128."""
+    for name, heads, kv, d in (("smollm2", 9, 3, 64), ("llama 8B", 32, 8, 128)):
+        for sequences, chunk, length in ((256, 1, 640), (64, 1, 2048), (8, 512, 512), (1, 1, 8192)):
+            size = 16
+            pages = sequences * length // size
+            keys = torch.randn(pages, size, kv, d, device="cuda").bfloat16()
+            values = torch.randn_like(keys)
+            table = torch.randperm(pages, device="cuda").int().view(sequences, -1)
+            starts = torch.arange(0, sequences * chunk + 1, chunk, device="cuda").int()
+            lens = torch.full((sequences,), length, device="cuda").int()
+            rows = torch.arange(sequences, device="cuda").int()
+            q = torch.randn(sequences * chunk, heads, d, device="cuda").bfloat16()
+            pairs = chunk * length - chunk * (chunk - 1) // 2
+            recorder.record("paged_gqa", f"{name} {sequences}x{chunk} of {length}", "portable",
+                            lambda: kernels.paged_gqa(q, keys, values, table, rows, starts, lens, scale=d**-0.5, max_queries=chunk),
+                            nbytes=sequences * length * kv * d * 4 + q.numel() * 4, flops=4 * sequences * pairs * heads * d)  # fmt: skip
+
+
+def run(recorder: Recorder) -> None:
+    """Everything."""
+    for part in (run_mhc, run_router, run_indexer, run_rows, run_vocab, run_gqa):
+        part(recorder)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    recorder = Recorder("ops")
+    run(recorder)
+    recorder.save()

@@ -1,0 +1,233 @@
+"""Indexer logits, radix top-k with the lowest-index rule, candidate blocks, router."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .decode_formats import e2m1_value, e8m0_value
+
+
+@triton.jit
+def indexer_logits_kernel(
+    q, q_stride_t, q_stride_h, weights, w_stride, pool, stride_block, stride_row, table, table_stride, table_rows,
+    visible, out, out_stride, heads, max_entries,
+    BLOCK: tl.constexpr, CHANNELS: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Grid (key tiles, queries): sum over heads of weight * relu(q . k) over paged MXFP4 keys, -inf where not visible.
+
+    BLOCK entries a page; CHANNELS a multiple of 32. Even and odd channels are two products, so a byte is read once.
+    """
+    query = tl.program_id(1).to(tl.int64)
+    seen = tl.load(visible + query)
+    begin = tl.program_id(0) * BN
+    key = begin + tl.arange(0, BN)
+    target = out + query * out_stride + key
+    if begin >= seen:
+        tl.store(target, tl.full([BN], float("-inf"), out.dtype.element_ty), mask=key < max_entries)
+    else:
+        valid = key < seen
+        row = tl.load(table_rows + query).to(tl.int64)
+        page = tl.load(table + row * table_stride + key // BLOCK, mask=valid, other=0).to(tl.int64)
+        base = page * stride_block + (key % BLOCK).to(tl.int64) * stride_row
+        GROUPS: tl.constexpr = CHANNELS // 32
+        group = tl.arange(0, GROUPS)
+        byte = tl.arange(0, 16)
+        offset = base[:, None, None] + (group[None, :, None] * 16 + byte[None, None, :])
+        packed = tl.load(pool + offset, mask=valid[:, None, None], other=0).to(tl.int32)
+        s_ptr = pool + base[:, None] + CHANNELS // 2 + group[None, :]
+        scale = e8m0_value(tl.load(s_ptr, mask=valid[:, None], other=0))[:, :, None]
+        low = tl.reshape(e2m1_value(packed & 15) * scale, [BN, CHANNELS // 2]).to(q.dtype.element_ty)
+        high = tl.reshape(e2m1_value(packed >> 4) * scale, [BN, CHANNELS // 2]).to(q.dtype.element_ty)
+        head = tl.arange(0, BH)
+        pair = tl.arange(0, CHANNELS // 2)
+        q_ptr = q + query * q_stride_t + head[:, None] * q_stride_h + 2 * pair[None, :]
+        h_mask = (head < heads)[:, None]
+        q_even = tl.load(q_ptr, mask=h_mask, other=0.0)
+        q_odd = tl.load(q_ptr + 1, mask=h_mask, other=0.0)
+        logits = tl.dot(low, tl.trans(q_even), input_precision="ieee")
+        logits = tl.dot(high, tl.trans(q_odd), logits, input_precision="ieee")
+        # The reference rounds the product to the activation dtype before the ReLU; ties depend on it.
+        logits = tl.maximum(logits.to(q.dtype.element_ty).to(tl.float32), 0.0)
+        weight = tl.load(weights + query * w_stride + head, mask=head < heads, other=0.0).to(tl.float32)
+        score = tl.sum(logits * weight[None, :], 1).to(q.dtype.element_ty).to(tl.float32)
+        score = tl.where(valid, score, float("-inf"))
+        tl.store(target, score.to(out.dtype.element_ty), mask=key < max_entries)
+
+
+@triton.jit
+def _ordered(value):
+    """float32 -> int32 0..2^32-1 as two's complement bits whose unsigned order is the float order; -0.0 = 0.0."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
+    bits = tl.where(bits == -2147483648, 0, bits)
+    return tl.where(bits < 0, ~bits, bits ^ -2147483648)
+
+
+@triton.jit
+def topk_histogram_kernel(
+    scores, stride, lengths, width, state, counts,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, PREFIX_SHIFT: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits, rows): histogram of BITS bits at SHIFT of the keys whose higher bits equal the row's prefix."""
+    row = tl.program_id(1).to(tl.int64)
+    limit = width
+    if HAS_LENGTHS:
+        limit = tl.minimum(tl.load(lengths + row), width)
+    prefix = tl.load(state + row * 4)
+    BINS: tl.constexpr = 1 << BITS
+    total = tl.zeros([BINS], tl.int32)
+    used = 0
+    for begin in range(tl.program_id(0) * BLOCK, limit, tl.num_programs(0) * BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        value = tl.load(scores + row * stride + column, mask=column < limit, other=float("-inf")).to(tl.float32)
+        key = _ordered(value)
+        present = value > float("-inf")
+        if PREFIX_SHIFT < 32:
+            present = present & (((key >> PREFIX_SHIFT) & ((1 << (32 - PREFIX_SHIFT)) - 1)) == prefix)
+        digit = (key >> SHIFT) & (BINS - 1)
+        total += tl.histogram(digit, BINS, mask=present)
+        used += 1
+    if used > 0:
+        bins = tl.arange(0, BINS)
+        tl.atomic_add(counts + row * BINS + bins, total, mask=total > 0, sem="relaxed")
+
+
+@triton.jit
+def topk_digit_kernel(state, counts, BITS: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr):
+    """One program a row: the digit that holds the K-th key; updates (prefix, keys still wanted, done) and zeroes counts.
+
+    state[row] = prefix of the threshold key, how many keys equal to that prefix are still wanted, select-everything flag.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    BINS: tl.constexpr = 1 << BITS
+    bins = tl.arange(0, BINS)
+    count = tl.load(counts + row * BINS + bins)
+    tl.store(counts + row * BINS + bins, tl.zeros([BINS], tl.int32))
+    at_least = tl.cumsum(count, 0, reverse=True)
+    if FIRST:
+        prefix = 0
+        want = K
+        everything = (tl.sum(count, 0) <= K).to(tl.int32)
+    else:
+        prefix = tl.load(state + row * 4)
+        want = tl.load(state + row * 4 + 1)
+        everything = tl.load(state + row * 4 + 2)
+    # The largest digit with at least `want` keys at or above it.
+    digit = tl.max(tl.where(at_least >= want, bins, 0), 0)
+    above = tl.sum(tl.where(bins > digit, count, 0), 0)
+    tl.store(state + row * 4, (prefix << BITS) | digit)
+    tl.store(state + row * 4 + 1, want - above)
+    tl.store(state + row * 4 + 2, everything)
+
+
+@triton.jit
+def topk_select_kernel(
+    scores, stride, lengths, width, state, out, out_stride, K: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row: ascending positions of keys above the threshold and of the first wanted equal ones; rest -1."""
+    row = tl.program_id(0).to(tl.int64)
+    limit = width
+    if HAS_LENGTHS:
+        limit = tl.minimum(tl.load(lengths + row), width)
+    threshold = tl.load(state + row * 4) ^ -2147483648
+    want = tl.load(state + row * 4 + 1)
+    everything = tl.load(state + row * 4 + 2) != 0
+    written = 0
+    ties = 0
+    for begin in range(0, limit, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        value = tl.load(scores + row * stride + column, mask=column < limit, other=float("-inf")).to(tl.float32)
+        key = _ordered(value) ^ -2147483648  # signed order now
+        present = value > float("-inf")
+        equal = (present & (key == threshold)).to(tl.int32)
+        chosen = present & ((key > threshold) | everything)
+        n_equal = tl.sum(equal, 0)
+        if n_equal > 0:
+            rank = ties + tl.cumsum(equal, 0)
+            chosen = chosen | ((equal > 0) & (rank <= want))
+            ties += n_equal
+        n_chosen = tl.sum(chosen.to(tl.int32), 0)
+        if n_chosen > 0:
+            place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(out + row * out_stride + place, column, mask=chosen & (place < K))
+            written += n_chosen
+    rest = tl.arange(0, K_BLOCK)
+    tl.store(out + row * out_stride + rest, tl.full([K_BLOCK], -1, tl.int32), mask=(rest >= written) & (rest < K))
+
+
+@triton.jit
+def block_max_kernel(scores, stride, visible, out, blocks, width, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Maximum of each SIZE consecutive entries; the block that holds the newest visible entry gets +inf."""
+    row = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    mask = (column < width) & (block < blocks)[:, None]
+    value = tl.max(tl.load(scores + row * stride + column, mask=mask, other=float("-inf")).to(tl.float32), 1)
+    seen = tl.load(visible + row)
+    newest = tl.where(seen > 0, (seen - 1) // SIZE, -1)
+    value = tl.where(block == newest, float("inf"), value)
+    tl.store(out + row * blocks + block, value, mask=block < blocks)
+
+
+@triton.jit
+def block_mask_kernel(scores, stride, chosen, out, width, K, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Mark the entries of chosen blocks that are visible (score > -inf)."""
+    row = tl.program_id(1).to(tl.int64)
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.load(chosen + row * K + item, mask=item < K, other=-1).to(tl.int64)
+    column = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    mask = (block >= 0)[:, None] & (column < width)
+    value = tl.load(scores + row * stride + column, mask=mask, other=float("-inf")).to(tl.float32)
+    tl.store(out + row * width + column, (value > float("-inf")).to(tl.int8), mask=mask)
+
+
+@triton.jit
+def router_logits_kernel(x, x_stride, weight, part, tokens, experts, d, BT: tl.constexpr, BE: tl.constexpr,
+                         BK: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+    """Grid (token tiles, expert tiles, spans of d): partial float32 logits [spans, tokens, experts]."""
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    expert = tl.program_id(1) * BE + tl.arange(0, BE)
+    span = tl.program_id(2)
+    acc = tl.zeros([BT, BE], tl.float32)
+    for begin in range(span * SPAN, min((span + 1) * SPAN, d), BK):
+        column = begin + tl.arange(0, BK)
+        x_mask = (token < tokens)[:, None] & (column < d)[None, :]
+        w_mask = (expert < experts)[:, None] & (column < d)[None, :]
+        a = tl.load(x + token.to(tl.int64)[:, None] * x_stride + column[None, :], mask=x_mask, other=0.0)
+        b = tl.load(weight + expert.to(tl.int64)[:, None] * d + column[None, :], mask=w_mask, other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    target = part + (span * tokens + token).to(tl.int64)[:, None] * experts + expert[None, :]
+    tl.store(target, acc, mask=(token < tokens)[:, None] & (expert < experts)[None, :])
+
+
+@triton.jit
+def router_select_kernel(part, bias, ids, gates, tokens, experts, spans, scale, NORMALISE: tl.constexpr, K: tl.constexpr,
+                         E: tl.constexpr):  # fmt: skip
+    """One program a token: sqrt(softplus), top K by score + bias (lowest id on ties), ids ascending, weights."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, E)
+    here = expert < experts
+    logit = tl.zeros([E], tl.float32)
+    for span in range(spans):
+        logit += tl.load(part + (span * tokens + token) * experts + expert, mask=here, other=0.0)
+    # softplus as torch has it: the identity above 20; log1p through its exact-ratio form, for small exponentials.
+    exponential = tl.exp(tl.minimum(logit, 20.0))
+    one_more = 1.0 + exponential
+    log1p = tl.where(one_more == 1.0, exponential, tl.log(one_more) * (exponential / (one_more - 1.0)))
+    score = tl.sqrt(tl.where(logit > 20.0, logit, log1p))
+    choice = score + tl.load(bias + expert, mask=here, other=0.0)
+    choice = tl.where(choice == choice, choice, -1e30)
+    choice = tl.where(here, choice, float("-inf"))
+    taken = tl.zeros([E], tl.int32)
+    for _ in tl.static_range(K):
+        best = tl.max(choice, 0)
+        first = tl.min(tl.where(choice == best, expert, E), 0)
+        taken = tl.where(expert == first, 1, taken)
+        choice = tl.where(expert == first, float("-inf"), choice)
+    picked = tl.where(taken > 0, score, 0.0)
+    if NORMALISE:
+        picked = picked / (tl.sum(picked, 0) + 1e-20)
+    rank = tl.cumsum(taken, 0) - 1
+    tl.store(ids + token * K + rank, expert.to(tl.int64), mask=taken > 0)
+    tl.store(gates + token * K + rank, picked * scale, mask=taken > 0)

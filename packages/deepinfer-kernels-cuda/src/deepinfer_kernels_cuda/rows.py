@@ -1,0 +1,180 @@
+"""Norms, rotary embedding, cache records, compressor pooling and Engram rows: one row a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .checks import require, require_dims, require_dtype, require_inner, require_same_device
+from .layouts import pool_view, record_format
+
+
+def _power(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension, float32 inside, rounded once.
+
+    Args:
+        x: [..., n], last dimension contiguous.
+        weight: [n].
+        eps: Added to the mean square.
+    """
+    from .kernels.rows import rms_norm_kernel
+
+    require_inner("x", x)
+    n = x.shape[-1]
+    require(tuple(weight.shape) == (n,), f"weight has shape {tuple(weight.shape)}; x has {n} channels")
+    flat = x.reshape(-1, n)
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    if flat.shape[0]:
+        warps = 1 if n <= 512 else 4 if n <= 4096 else 8
+        rms_norm_kernel[(flat.shape[0],)](
+            flat, flat.stride(0), weight, out, n, n, eps, D=_power(n), num_warps=warps
+        )
+    return out.view(x.shape)
+
+
+def rope(x: torch.Tensor, table: Any, *, inverse: bool = False, inplace: bool = False) -> torch.Tensor:
+    """Rotate the last `2 * pairs` channels, adjacent pairs, in float32 (V4.1 section 2.1).
+
+    Args:
+        x: [t, n] or [t, heads, n], last dimension contiguous.
+        table: (cos, sin) of the t positions, float32 [t, pairs].
+        inverse: Rotate back.
+        inplace: Write into x (only the rotated channels move).
+    """
+    from .kernels.rows import rope_kernel
+
+    cos, sin = table[0], table[1]
+    require(x.dim() in (2, 3), f"x has shape {tuple(x.shape)}; allowed: [t, n], [t, heads, n]")
+    require_inner("x", x)
+    view = x.unsqueeze(1) if x.dim() == 2 else x
+    t, heads, n = view.shape
+    pairs = cos.shape[-1]
+    require(cos.shape == sin.shape == (t, pairs), f"table has shapes {tuple(cos.shape)}, {tuple(sin.shape)}; x has {t} rows")
+    require(2 * pairs <= n, f"{pairs} pairs do not fit {n} channels")
+    require_same_device(x, cos, sin)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = view if inplace else torch.empty(view.shape, dtype=x.dtype, device=x.device)
+    if t:
+        bh = min(8, 1 << (heads - 1).bit_length())
+        rope_kernel[(t, -(-heads // bh))](
+            view, view.stride(0), view.stride(1), out, out.stride(0), out.stride(1), cos, sin, pairs,
+            heads, n, pairs, INVERSE=inverse, COPY=not inplace, BH=bh, D=_power(n), P=_power(pairs), num_warps=4,
+        )  # fmt: skip
+    return x if inplace else out.view(x.shape)
+
+
+def norm_rope_insert(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor,
+    fmt: str,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    table: Any = None,
+) -> None:
+    """Normalise, rotate, quantise and write records in one pass over the rows, in place.
+
+    Args:
+        pool: uint8 pool of `fmt` records.
+        slots: int32 or int64 [t]; negative = write nothing. No slot occurs twice.
+        values: [t, n], last dimension contiguous.
+        fmt: `fp8`, `nvfp4` or `mxfp4`.
+        norm_weight: [n] of an RMS norm before everything; None skips it.
+        eps: Of that norm.
+        table: (cos, sin) float32 [t, pairs] of the positions; None skips the rotation.
+    """
+    from .kernels.rows import insert_kernel
+
+    require_dims("values", values, 2)
+    require_inner("values", values)
+    t, n = values.shape
+    require(tuple(slots.shape) == (t,), f"slots has shape {tuple(slots.shape)}; values has {t} rows")
+    require(n % 2 == 0, f"{n} channels; allowed: even numbers")
+    layout = record_format(fmt)
+    view = pool_view(pool, layout, n)
+    require_same_device(pool, slots, values, norm_weight)
+    if not t:
+        return
+    pairs = table[0].shape[-1] if table is not None else 0
+    groups = -(-n // layout.group)
+    insert_kernel[(t,)](
+        values, values.stride(0), norm_weight, eps, *((table[0].contiguous(), table[1].contiguous()) if pairs else (None, None)),
+        pairs, slots, pool, view.stride_page, view.stride_row, n, pairs,
+        NORM=norm_weight is not None, ROPE=pairs > 0, FORMAT=layout.code, PAGE=view.page_size, GROUP=layout.group,
+        FLOOR=layout.floor, GROUPS=1 << (groups - 1).bit_length(), num_warps=1,
+    )  # fmt: skip
+
+
+def kv_insert(pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, fmt: str) -> None:
+    """Round vectors and write them as records, in place; arguments as in `norm_rope_insert`."""
+    norm_rope_insert(pool, slots, values, fmt)
+
+
+def kv_gather(pool: torch.Tensor, slots: torch.Tensor, fmt: str, channels: int, dtype: torch.dtype) -> torch.Tensor:
+    """Read records back: slots int [...] (absent rows give zeros, whatever the pool holds) to [..., channels]."""
+    from .kernels.rows import gather_kernel
+
+    layout = record_format(fmt)
+    view = pool_view(pool, layout, channels)
+    require_same_device(pool, slots)
+    flat = slots.reshape(-1)
+    out = torch.empty(flat.shape[0], channels, dtype=dtype, device=pool.device)
+    if flat.shape[0]:
+        gather_kernel[(-(-flat.shape[0] // 4),)](
+            pool, flat, flat.shape[0], view.slots, out, view.stride_page, view.stride_row,
+            PAGE=view.page_size, FORMAT=layout.code, CHANNELS=channels, D=_power(channels), ROWS=4, num_warps=4,
+        )  # fmt: skip
+    return out.view(*slots.shape, channels)
+
+
+def compress(values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Pool each group of r tokens, every channel with its own softmax: float32 [g, r, n] twice to float32 [g, n]."""
+    from .kernels.rows import compress_kernel
+
+    require_dims("values", values, 3)
+    require(values.shape == gates.shape, f"values {tuple(values.shape)} and gates {tuple(gates.shape)} differ")
+    require_dtype("values", values, torch.float32)
+    require_dtype("gates", gates, torch.float32)
+    require_same_device(values, gates)
+    g, r, n = values.shape
+    out = torch.empty(g, n, dtype=torch.float32, device=values.device)
+    if g:
+        block = min(512, _power(n))
+        compress_kernel[(g, -(-n // block))](
+            values.contiguous(), gates.contiguous(), out, n, RATIO=r, D=block, num_warps=2
+        )
+    return out
+
+
+def engram_gather(table: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Read Engram rows.
+
+    Args:
+        table: [rows, n] float, or e4m3 with `scale`.
+        scale: E8M0 [rows, ceil(n / 32)] of an e4m3 table.
+        rows: int64 [t, m]; the caller guarantees the range.
+        dtype: Of the result.
+
+    Returns:
+        [t, m * n], the m rows side by side.
+    """
+    from .kernels.rows import engram_gather_kernel
+
+    require_dims("table", table, 2)
+    require(table.is_contiguous(), "table must be contiguous")
+    require_same_device(table, scale, rows)
+    n = table.shape[1]
+    out = torch.empty(rows.shape[0], rows.shape[1] * n, dtype=dtype, device=table.device)
+    if rows.numel():
+        codes = table.view(torch.uint8) if scale is not None else table
+        scales = scale.view(torch.uint8).contiguous() if scale is not None else None
+        engram_gather_kernel[(rows.numel(),)](
+            codes, scales, rows.contiguous(), out, n, HAS_SCALE=scale is not None, D=_power(n), num_warps=1
+        )
+    return out

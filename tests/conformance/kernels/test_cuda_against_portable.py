@@ -1,0 +1,262 @@
+"""Every CUDA kernel against the portable op of the same name, in float32 and bfloat16.
+
+On a GPU the real kernels run; without one, `TRITON_INTERPRET=1` runs the portable Triton kernels on the CPU (float32
+only). Tolerances: float32 kernels differ from torch by summation order only (1e-5 of the largest value); bfloat16 results
+carry one rounding of 2^-9 relative, so 2 % of the norm is far above noise and far below any wrong index or scale.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+kernels = pytest.importorskip("deepinfer_kernels_cuda")
+portable = pytest.importorskip("deepinfer_offline.ops.deepsig")
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32] if INTERPRET else [torch.float32, torch.bfloat16]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not INTERPRET and DEVICE == "cpu", reason="no CUDA device, and TRITON_INTERPRET is not 1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(len(request.node.name) * 7919 + sum(map(ord, request.node.name)))
+
+
+def rand(*shape: int, dtype=torch.float32):
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def assert_near(out, reference, dtype) -> None:
+    out, reference = out.double(), reference.double()
+    assert torch.isfinite(out).all()
+    error = (out - reference).norm() / reference.norm().clamp_min(1e-30)
+    assert error < (1e-5 if dtype == torch.float32 else 8e-3), f"relative error {error:.2e}"
+
+
+def poisoned_pool(slots: int, fmt: str, channels: int, used: int):
+    """A pool of NaN bytes whose first `used` records are written."""
+    pool = torch.full((slots, portable.record_bytes(fmt, channels)), 0xFF, dtype=torch.uint8, device=DEVICE)
+    portable.kv_insert(pool, torch.arange(used, device=DEVICE), rand(used, channels), fmt)
+    return pool
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("t", "heads", "n", "w", "k"),
+    [(3, 7, 512, 40, 33), (2, 16, 64, 16, 0), (5, 1, 128, 9, 3), (2, 22, 512, 128, 130)]
+    + ([] if INTERPRET else [(33, 64, 512, 128, 512), (4, 128, 512, 128, 512), (1, 8, 512, 128, 512)]),
+)
+def test_sparse_mla_decode(t, heads, n, w, k, dtype) -> None:
+    q, sink = rand(t, heads, n, dtype=dtype), rand(heads)
+    sink[0] = -torch.inf
+    window = poisoned_pool(300, "fp8", n, 256)
+    slots = torch.randint(0, 256, (t, w), device=DEVICE)
+    slots[0, ::2] = -1
+    slots[-1] = -1
+    extra = {}
+    if k:
+        extra["compressed_pool"] = poisoned_pool(700, "nvfp4", n, 600)
+        chosen = torch.randint(0, 600, (t, k), device=DEVICE)
+        chosen[0, 5:] = -1
+        chosen[-1] = -1  # with the window above: a row without any key
+        extra["compressed_slots"] = chosen
+    want = portable.sparse_mla_decode(q.float(), window, slots, sink, scale=n**-0.5, **extra)
+    out = kernels.sparse_mla_decode(q, window, slots, sink, scale=n**-0.5, **extra)
+    assert_near(out, want, dtype)
+    assert (out[-1] == 0).all()
+    if not INTERPRET and dtype == torch.bfloat16 and n == 512:
+        for splits in (1, 3):
+            again = kernels.sparse_mla_decode(q, window, slots, sink, scale=n**-0.5, splits=splits, **extra)
+            assert_near(again, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("t", "heads", "n", "u", "k"), [(3, 5, 96, 50, 33), (2, 16, 64, 20, 16)])
+def test_sparse_mla_prefill(t, heads, n, u, k, dtype) -> None:
+    q, kv, sink = rand(t, heads, n, dtype=dtype), rand(u, n, dtype=dtype), rand(heads)
+    indices = torch.randint(-1, u, (t, k), device=DEVICE)
+    indices[0] = -1
+    want = portable.sparse_mla_prefill(q.float(), kv.float(), indices, sink, scale=n**-0.5)
+    out = kernels.sparse_mla_prefill(q, kv, indices, sink, scale=n**-0.5)
+    assert_near(out, want, dtype)
+    assert (out[0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("t", "experts", "d", "m", "k"),
+    [(7, 5, 96, 64, 3), (1, 4, 64, 32, 2), (40, 3, 64, 32, 2)] + ([] if INTERPRET else [(200, 8, 512, 320, 4), (64, 16, 5120, 2304, 6)]),
+)
+def test_moe_experts(t, experts, d, m, k, dtype) -> None:
+    def codes(rows: int, columns: int):
+        data = torch.randint(-128, 128, (experts, rows, columns // 2), dtype=torch.int8, device=DEVICE)
+        scale = torch.randint(116, 122, (experts, rows, columns // 32), dtype=torch.uint8, device=DEVICE)
+        return data, scale.view(torch.float8_e8m0fnu)
+
+    (gate_up, gate_up_scale), (down, down_scale) = codes(2 * m, d), codes(d, m)
+    weights = portable.ExpertWeights(gate_up, down, gate_up_scale, down_scale)
+    x = rand(t, d, dtype=dtype)
+    ids = torch.stack([torch.randperm(experts)[:k] for _ in range(t)]).to(DEVICE)
+    gates = torch.rand(t, k).to(DEVICE)
+    want = portable.moe_experts(x, ids, gates, weights, limit=3.0)
+    assert_near(kernels.moe_experts(x, ids, gates, weights, limit=3.0), want, dtype)
+    if dtype == torch.bfloat16:
+        prepared = kernels.prepare_experts(weights)
+        assert_near(kernels.moe_experts(x, ids, gates, prepared, limit=3.0), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("t", "s", "d"), [(5, 4, 160), (1, 4, 64), (18, 2, 96)] + ([] if INTERPRET else [(300, 4, 5120), (17, 4, 5120)]))
+def test_mhc(t, s, d, dtype) -> None:
+    streams, output = rand(t, s, d, dtype=dtype), rand(t, d, dtype=dtype)
+    fn, base, scale = rand(s * (s + 2), s * d) * d**-0.5, rand(s * (s + 2)), rand(3)
+    weight, options = rand(d, dtype=dtype), {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-20}
+    mix = portable.mhc_pre(streams, fn, base, scale, **options)
+    ours = kernels.mhc_pre(streams, fn, base, scale, **options)
+    for a, b in zip(ours, mix, strict=True):
+        assert_near(a, b, torch.float32 if dtype == torch.float32 else dtype)
+    new = portable.mhc_post(output, streams, mix.post, mix.comb)
+    assert_near(kernels.mhc_post(output, streams, mix.post, mix.comb), new, dtype)
+    assert_near(kernels.mhc_collapse(streams, mix.pre), portable.mhc_collapse(streams, mix.pre), dtype)
+    step = kernels.mhc_step(streams, fn, base, scale, pre=mix.pre, norm_weight=weight, output=output, post=mix.post,
+                            comb=mix.comb, **options)  # fmt: skip
+    assert_near(step.streams, new, dtype)
+    following = portable.mhc_pre(new, fn, base, scale, **options)
+    for a, b in zip(step.mix, following, strict=True):
+        assert_near(a, b, dtype)
+    assert_near(step.x, portable.rms_norm(portable.mhc_collapse(new, mix.pre), weight, 1e-20), dtype)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(3, 50, 7), (2, 5, 8), (4, 700, 512), (1, 3000, 40)] + ([] if INTERPRET else [(64, 65536, 512), (3, 16384, 2048)]))
+def test_topk_lowest_index(rows, n, k) -> None:
+    scores = torch.randint(0, 6, (rows, n)).to(DEVICE, torch.float32) - 2  # many ties, zeros and negatives
+    scores[0] = torch.randn(n, device=DEVICE)
+    scores[-1, n // 2 :] = -torch.inf
+    scores[-1, 0], scores[-1, 1] = -0.0, 0.0
+    want = portable.topk_lowest_index(scores, k)
+    assert torch.equal(kernels.topk_lowest_index(scores, k).long(), want.long())
+    poisoned = scores.clone()
+    lengths = torch.full((rows,), n // 2, dtype=torch.int32, device=DEVICE)
+    poisoned[:, n // 2 :] = torch.nan
+    want = portable.topk_lowest_index(scores[:, : n // 2], k)
+    assert torch.equal(kernels.topk_lowest_index(poisoned, k, lengths).long(), want.long())
+
+
+def test_candidate_mask() -> None:
+    scores = torch.randint(0, 5, (4, 203)).to(DEVICE, torch.float32)
+    visible = torch.tensor([203, 1, 57, 0], device=DEVICE)
+    scores.masked_fill_(torch.arange(203, device=DEVICE) >= visible[:, None], -torch.inf)
+    want = portable.candidate_mask(scores[:3], visible[:3], blocks=6, block_size=8)
+    out = kernels.candidate_mask(scores, visible, blocks=6, block_size=8)
+    assert torch.equal(out[:3], want)
+    assert not out[3].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("t", "heads", "n", "size"), [(3, 4, 128, 8), (2, 7, 64, 16), (5, 32, 128, 64)])
+def test_indexer_logits(t, heads, n, size, dtype) -> None:
+    q = portable.round_to_record(rand(t, heads, n, dtype=dtype), "mxfp4")
+    weights = rand(t, heads, dtype=dtype)
+    entries = 5 * size
+    flat = poisoned_pool(9 * size, "mxfp4", n, 8 * size)
+    table = torch.stack([torch.randperm(8)[:5] for _ in range(2)]).to(DEVICE, torch.int32)
+    rows = torch.randint(0, 2, (t,), device=DEVICE)
+    visible = torch.randint(0, entries + 1, (t,), device=DEVICE, dtype=torch.int32)
+    visible[0] = entries
+    keys = portable.kv_gather(flat.view(-1, flat.shape[-1]), (table.long()[..., None] * size + torch.arange(size, device=DEVICE)).flatten(1), "mxfp4", n, dtype)
+    want = portable.indexer_logits(q[:, None], weights[:, None], keys[rows], visible[:, None])[:, 0]
+    out = kernels.indexer_logits(q, weights, flat.view(9, size, -1), table, rows, visible, max_entries=entries)
+    assert torch.equal(out.isinf(), want.isinf())
+    finite = ~want.isinf()
+    assert_near(out[finite], want[finite], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("t", "experts", "d", "k"), [(5, 24, 96, 3), (1, 7, 64, 2), (33, 100, 64, 6)] + ([] if INTERPRET else [(300, 384, 5120, 6), (64, 384, 5120, 6)]))
+def test_router(t, experts, d, k, dtype) -> None:
+    x, weight, bias = rand(t, d, dtype=dtype), rand(experts, d, dtype=dtype) * d**-0.5, rand(experts) * 0.1
+    weight[1] = weight[0]
+    bias[1] = bias[0]
+    ids, gates = kernels.router(x, weight, bias, k=k, normalise=True, scale=1.5)
+    want_ids, want = portable.router(x, weight, bias, k=k, normalise=True, scale=1.5)
+    same = (ids == want_ids).all(1)
+    assert same.float().mean() > 0.99 or same.sum() >= t - 1  # a near tie may fall either way by summation order
+    assert_near(gates[same], want[same], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("n", [512, 128, 96])
+def test_norm_rope_insert_and_gather(fmt, n, dtype) -> None:
+    t, pairs = 9, 16
+    values, weight = rand(t, n, dtype=dtype) * 3, rand(n, dtype=dtype)
+    values[2] = 0
+    slots = torch.tensor([3, 0, 7, -1, 11, 5, 1, -1, 9], device=DEVICE)
+    table = portable.rotary_table(torch.arange(t, device=DEVICE) * 37, portable.rope_frequencies(2 * pairs, 1e4).to(DEVICE))
+    rotated = portable.apply_rope(portable.rms_norm(values, weight, 1e-6), table)
+    for source, options in ((values, {}), (rotated, {"norm_weight": weight, "eps": 1e-6, "table": table})):
+        pool = torch.full((13, portable.record_bytes(fmt, n)), 0xFF, dtype=torch.uint8, device=DEVICE)
+        want = pool.clone()
+        portable.kv_insert(want, slots, source, fmt)
+        kernels.norm_rope_insert(pool, slots, values, fmt, **options)
+        untouched = torch.ones(13, dtype=torch.bool, device=DEVICE)
+        untouched[slots[slots >= 0]] = False
+        assert (pool[untouched] == 0xFF).all()
+        used = slots[slots >= 0]
+        if not options:
+            assert torch.equal(pool[used], want[used])
+        got = kernels.kv_gather(pool, slots, fmt, n, torch.float32)
+        expected = portable.kv_gather(want, slots, fmt, n, torch.float32)
+        assert (got[3] == 0).all()
+        # The norm's sum runs in another order: a value on a rounding edge may take the neighbouring code.
+        assert ((got - expected).abs() > 1e-6).float().mean() < 0.01
+        assert torch.equal(kernels.kv_gather(want, slots, fmt, n, torch.float32), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_norm_compress_engram(dtype) -> None:
+    x, weight = rand(6, 5, 96, dtype=dtype), rand(96, dtype=dtype)
+    table = portable.rotary_table(torch.arange(6, device=DEVICE) * 11, portable.rope_frequencies(32, 1e4).to(DEVICE))
+    for inverse in (False, True):
+        assert_near(kernels.rope(x, table, inverse=inverse), portable.apply_rope(x, table, inverse=inverse), dtype)
+    again = kernels.rope(kernels.rope(x.clone(), table, inplace=True), table, inverse=True, inplace=True)
+    assert_near(again, x, dtype)
+    assert_near(kernels.rms_norm(x, weight, 1e-20), portable.rms_norm(x, weight, 1e-20), dtype)
+    values, gates = rand(4, 2, 100), rand(4, 2, 100) * 5
+    assert_near(kernels.compress(values, gates), portable.compress(values, gates), torch.float32)
+    codes = rand(50, 256).to(torch.float8_e4m3fn)
+    scale = torch.randint(120, 130, (50, 8), dtype=torch.uint8, device=DEVICE).view(torch.float8_e8m0fnu)
+    rows = torch.randint(0, 50, (7, 24), device=DEVICE)
+    assert torch.equal(kernels.engram_gather(codes, scale, rows, dtype), portable.engram_gather(codes, scale, rows, dtype))
+    dense = rand(50, 72, dtype=dtype)
+    assert torch.equal(kernels.engram_gather(dense, None, rows, dtype), portable.engram_gather(dense, None, rows, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_markov_step(dtype) -> None:
+    base, embed, head = rand(3, 333), rand(333, 48, dtype=dtype), rand(333, 48, dtype=dtype)
+    previous = torch.tensor([5, 332, 0], device=DEVICE)
+    out, want = kernels.markov_step(base, previous, embed, head), portable.markov_step(base, previous, embed, head)
+    assert_near(out.logits, want.logits, dtype)
+    assert torch.equal(out.embedding, want.embedding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mx_linear(dtype) -> None:
+    formats = pytest.importorskip("deepinfer_offline.ops.deepsig.formats")
+    for t, n, k in ((5, 96, 64), (17, 160, 256)) if INTERPRET else ((5, 96, 64), (70, 1792, 5120), (300, 640, 1280)):
+        codes, scale = formats.quantize_fp8_tiles(rand(n, k))
+        x = rand(t, k, dtype=dtype)
+        want = x.double() @ formats.dequantize_fp8_tiles(codes, scale).double().T
+        natural = kernels.mx_weights(codes, scale, fp4=False)
+        assert_near(kernels.mx_linear(x, natural), want, dtype)
+        if dtype == torch.bfloat16:
+            assert_near(kernels.mx_linear(x, kernels.pack_sm90(natural)), want, dtype)
