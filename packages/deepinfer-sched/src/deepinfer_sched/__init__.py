@@ -8,12 +8,15 @@ from deepinfer_sched.errors import SchedConfigError, SchedError, SequenceError
 from deepinfer_sched.job.plan import JobPlan, SharedPrefix, plan_blocks, plan_job, plan_windows
 from deepinfer_sched.scheduler import Scheduler
 from deepinfer_sched.sequence import Sequence, Status
+from deepinfer_sched.simulation.cost import CostModel
 from deepinfer_sched.simulation.hits import replay_lru, replay_next_use
+from deepinfer_sched.simulation.replay import SimulationReport, simulate
 from deepinfer_sched.step import Cascade, StepPlan
 
 __all__ = [
     "Cache",
     "Cascade",
+    "CostModel",
     "Hit",
     "JobPlan",
     "SchedConfig",
@@ -23,6 +26,7 @@ __all__ = [
     "Sequence",
     "SequenceError",
     "SharedPrefix",
+    "SimulationReport",
     "Status",
     "StepPlan",
     "plan_blocks",
@@ -30,4 +34,5 @@ __all__ = [
     "plan_windows",
     "replay_lru",
     "replay_next_use",
+    "simulate",
 ]
