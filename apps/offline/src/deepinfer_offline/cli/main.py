@@ -67,7 +67,8 @@ def _application(argv: Sequence[str]) -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_top)
     word = next((word for word in argv if not word.startswith("-")), None)
-    for name in [word] if word in COMMANDS else COMMANDS:
+    wanted = [word] if word in COMMANDS else [] if "--version" in argv else COMMANDS
+    for name in wanted:
         module, attribute = COMMANDS[name]
         command = getattr(importlib.import_module(module), attribute)
         if isinstance(command, typer.Typer):

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.base import Engine
     from deepinfer_offline.job.run import Job
 
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
 _MODEL, _SPEED, _OUTPUT, _DEVICES = "Model", "Speed and memory", "Results", "Several devices"
 
 
@@ -41,10 +49,19 @@ def run(
         str, typer.Option(metavar="auto|bfloat16|float32", help="Type of the weights.", rich_help_panel=_MODEL)
     ] = "auto",
     seed: Annotated[
-        int, typer.Option(help="Random numbers of sampled lines without a seed start here.", rich_help_panel=_MODEL)
+        int,
+        typer.Option(
+            parser=_whole,
+            metavar="N",
+            help="Random numbers of sampled lines without a seed start here.",
+            rich_help_panel=_MODEL,
+        ),
     ] = 0,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt and answer together, in tokens.", rich_help_panel=_MODEL)
+        int | None,
+        typer.Option(
+            parser=_whole, metavar="N", help="Longest prompt and answer together, in tokens.", rich_help_panel=_MODEL
+        ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
@@ -65,10 +82,12 @@ def run(
         ),
     ] = "off",
     max_tokens_per_step: Annotated[
-        int | None, typer.Option(help="Most tokens in one forward pass.", rich_help_panel=_SPEED)
+        int | None,
+        typer.Option(parser=_whole, metavar="N", help="Most tokens in one forward pass.", rich_help_panel=_SPEED),
     ] = None,
     max_running: Annotated[
-        int | None, typer.Option(help="Most sequences that run at once.", rich_help_panel=_SPEED)
+        int | None,
+        typer.Option(parser=_whole, metavar="N", help="Most sequences that run at once.", rich_help_panel=_SPEED),
     ] = None,
     kv_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory of the KV cache, e.g. 4GiB.", rich_help_panel=_SPEED)
@@ -76,7 +95,9 @@ def run(
     kv_store: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep KV blocks here for later runs.", rich_help_panel=_SPEED)
     ] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", rich_help_panel=_SPEED)] = None,
+    block_size: Annotated[
+        int | None, typer.Option(parser=_whole, metavar="N", help="Tokens in a KV block.", rich_help_panel=_SPEED)
+    ] = None,
     prefix_caching: Annotated[
         bool, typer.Option(help="Compute equal starts of prompts once.", rich_help_panel=_SPEED)
     ] = True,
@@ -96,8 +117,12 @@ def run(
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show tracebacks of errors.", rich_help_panel=_OUTPUT)
     ] = False,
-    tensor_parallel: Annotated[int, typer.Option(help="Devices that share each layer.", rich_help_panel=_DEVICES)] = 1,
-    data_parallel: Annotated[int, typer.Option(help="Copies of the model.", rich_help_panel=_DEVICES)] = 1,
+    tensor_parallel: Annotated[
+        int, typer.Option(parser=_whole, metavar="N", help="Devices that share each layer.", rich_help_panel=_DEVICES)
+    ] = 1,
+    data_parallel: Annotated[
+        int, typer.Option(parser=_whole, metavar="N", help="Copies of the model.", rich_help_panel=_DEVICES)
+    ] = 1,
     expert_parallel: Annotated[
         bool, typer.Option("--expert-parallel", help="Spread a mixture's experts.", rich_help_panel=_DEVICES)
     ] = False,

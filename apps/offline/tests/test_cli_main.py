@@ -1,0 +1,199 @@
+"""The command line in this process: exit statuses, one sentence a failure, help that teaches."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from deepinfer_offline.cli.main import COMMANDS, call
+
+spec = importlib.util.spec_from_file_location("fake_engine", Path(__file__).parent / "data" / "fake_engine.py")
+fake_engine = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(fake_engine)
+
+
+@pytest.fixture
+def cli(tmp_path, monkeypatch, capsys):
+    """Runs `deepinfer` in a folder of its own; returns status, standard output and standard error."""
+    factory = types.ModuleType("deepinfer_offline.engine.factory")
+    factory.build_engine = fake_engine.create_engine
+    monkeypatch.setitem(sys.modules, factory.__name__, factory)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hello"}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+
+    def run(*argv):
+        status = call(argv)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def one_sentence(errors):
+    """The failure's sentence, which is all that standard error has."""
+    assert errors.startswith("deepinfer: ")
+    assert errors.count("\n") == 1
+    assert "Traceback" not in errors
+    return errors
+
+
+def test_a_good_run(cli, tmp_path):
+    status, out, err = cli("run", "in.jsonl", "-o", "out.jsonl", "--report", "report.json")
+    assert (status, out) == (0, "")
+    for phase in ("reading", "loading model", "running: 1 lines", "writing: 1 lines", "1 of 1 lines", "peak memory"):
+        assert phase in err
+    report = json.loads((tmp_path / "report.json").read_bytes())
+    assert report["finished"] is True
+    assert report["counts"]["answered"] == 1
+    assert set(report["seconds"]) == {"reading", "loading", "running", "writing", "total"}
+    assert cli("run", "in.jsonl", "-o", "out.jsonl")[0] == 0
+
+
+def test_quiet_prints_nothing(cli):
+    assert cli("run", "in.jsonl", "-o", "out.jsonl", "--quiet") == (0, "", "")
+
+
+def test_failed_lines_are_status_1(cli, tmp_path):
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write("garbage\n")
+    status, _, err = cli("run", "in.jsonl", "-o", "out.jsonl")
+    assert status == 1
+    assert "1 (their lines say why)" in err
+    assert cli("run", "in.jsonl", "-o", "out.jsonl")[0] == 1, "still, when it is done already"
+
+
+def test_standard_input(cli, tmp_path, monkeypatch):
+    with (tmp_path / "in.jsonl").open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert cli("run", "-", "-o", "out.jsonl", "-q") == (0, "", "")
+    assert json.loads((tmp_path / "out.jsonl").read_bytes())["custom_id"] == "a"
+
+
+START_ERRORS = {
+    "no such file": (["nowhere.jsonl", "-o", "out"], ["INPUT nowhere.jsonl does not exist"]),
+    "a folder": ([".", "-o", "out"], ["INPUT . is a folder"]),
+    "same file": (["in.jsonl", "-o", "in.jsonl"], ["INPUT and OUTPUT are the same file", "in.jsonl"]),
+    "same file by another name": (["in.jsonl", "-o", "./sub/../in.jsonl"], ["are the same file"]),
+    "no such folder": (["in.jsonl", "-o", "no/out.jsonl"], ["the folder no does not exist"]),
+    "output is a folder": (["in.jsonl", "-o", "sub"], ["sub is a folder"]),
+    "output is a device": (["in.jsonl", "-o", "/dev/null"], ["/dev/null is not a regular file"]),
+    "report over input": (
+        ["in.jsonl", "-o", "out", "--report", "in.jsonl"],
+        ["INPUT and the report are the same file"],
+    ),
+    "report in no folder": (
+        ["in.jsonl", "-o", "out", "--report", "no/r.json"],
+        ["the report no/r.json", "does not exist"],
+    ),
+    "no input": (["-o", "out"], ["Missing argument 'INPUT'", "deepinfer run --help"]),
+    "no output": (["in.jsonl"], ["Missing option '--output'"]),
+    "unknown flag": (["in.jsonl", "-o", "out", "--frsh"], ["--frsh", "--fresh"]),
+    "bad engine": (["in.jsonl", "-o", "out", "--engine", "tgi"], ["--engine 'tgi'", "auto, native, vllm"]),
+    "bad device": (["in.jsonl", "-o", "out", "--device", "tpu"], ["--device 'tpu'", "npu"]),
+    "bad dtype": (["in.jsonl", "-o", "out", "--dtype", "int8"], ["--dtype 'int8'", "bfloat16"]),
+    "bad order": (["in.jsonl", "-o", "out", "--order", "random"], ["--order 'random'", "prefix, input"]),
+    "bad drafts": (["in.jsonl", "-o", "out", "--speculative", "on"], ["--speculative 'on'", "dspark"]),
+    "bad memory": (["in.jsonl", "-o", "out", "--kv-memory", "lots"], ["--kv-memory 'lots'", "4GiB"]),
+    "no memory": (["in.jsonl", "-o", "out", "--kv-memory", "0"], ["--kv-memory must be at least 1"]),
+    "bad number": (["in.jsonl", "-o", "out", "--max-running", "many"], ["--max-running", "many"]),
+    "zero": (["in.jsonl", "-o", "out", "--max-running", "0"], ["--max-running must be at least 1, got 0"]),
+    "empty model": (["in.jsonl", "-o", "out", "--model", ""], ["--model is empty"]),
+    "retry and fresh": (
+        ["in.jsonl", "-o", "out", "--fresh", "--retry-errors"],
+        ["--retry-errors", "--fresh", "one of them"],
+    ),
+    "bad engine argument": (["in.jsonl", "-o", "out", "--engine-arg", "x"], ["--engine-arg 'x' is not KEY=VALUE"]),
+    "utf-16": (["utf16.jsonl", "-o", "out"], ["UTF-16"]),
+}
+
+
+@pytest.mark.parametrize("case", START_ERRORS)
+def test_a_run_that_cannot_start_says_why_in_one_sentence(cli, tmp_path, case):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "utf16.jsonl").write_bytes("{}".encode("utf-16"))
+    argv, words = START_ERRORS[case]
+    before = (tmp_path / "in.jsonl").read_bytes()
+    status, out, err = cli("run", *argv, "-q")
+    assert (status, out) == (2, "")
+    for word in words:
+        assert word in one_sentence(err)
+    assert (tmp_path / "in.jsonl").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "sub", "utf16.jsonl"]
+
+
+def test_an_output_without_permission(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path.relative_to(tmp_path))  # root may all
+    assert "no permission to write" in one_sentence(cli("run", "in.jsonl", "-o", "out.jsonl")[2])
+
+
+def test_an_engine_that_cannot_start(cli, monkeypatch):
+    monkeypatch.setenv("FAKE_FAIL", "start")
+    status, _, err = cli("run", "in.jsonl", "-o", "out.jsonl", "-q")
+    assert status == 2
+    assert one_sentence(err) == "deepinfer: the KV cache of 8.00 GiB does not fit the 4.00 GiB of free memory\n"
+
+
+def test_an_internal_error_is_one_sentence_and_a_file(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr(fake_engine.FakeEngine, "step", lambda self: 1 / 0)
+    status, _, err = cli("run", "in.jsonl", "-o", "out.jsonl", "-q")
+    assert status == 2
+    assert "internal error, ZeroDivisionError: division by zero" in one_sentence(err)
+    file = Path(err.split("traceback is in ")[1].split(";")[0].strip())
+    assert "ZeroDivisionError" in file.read_text()
+    file.unlink()
+    status, _, err = cli("run", "in.jsonl", "-o", "out.jsonl", "-q", "--traceback")
+    assert status == 2
+    assert "Traceback" in err
+
+
+def test_ctrl_c_while_the_model_loads(cli, monkeypatch):
+    def build(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["deepinfer_offline.engine.factory"], "build_engine", build)
+    status, _, err = cli("run", "in.jsonl", "-o", "out.jsonl", "-q")
+    assert (status, one_sentence(err)) == (130, "deepinfer: interrupted\n")
+
+
+def test_help_teaches(cli):
+    status, out, _ = cli("run", "--help")
+    assert status == 0
+    for words in (
+        "deepinfer run examples/quickstart.jsonl -o out.jsonl",
+        '"custom_id"',
+        "Run the same command again",
+        "Exit status",
+        "--retry-errors",
+        "--max-tokens-per-step",
+        "auto|native|vllm",
+    ):
+        assert words in out, words
+
+
+def test_commands_are_listed_and_misspelt_ones_named(cli):
+    status, out, _ = cli()
+    assert status == 0
+    assert all(name in out for name in COMMANDS)
+    status, _, err = cli("rum")
+    assert status == 2
+    assert "'rum'" in one_sentence(err)
+
+
+def test_a_run_imports_no_other_command(cli, monkeypatch):
+    for module, _ in COMMANDS.values():
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert cli("run", "in.jsonl", "-o", "out.jsonl", "-q")[0] == 0
+    assert "deepinfer_offline.cli.run" in sys.modules
+    assert "deepinfer_offline.cli.doctor" not in sys.modules
+
+
+def test_version(cli):
+    status, out, _ = cli("--version")
+    assert status == 0
+    assert out.startswith("deepinfer ")
