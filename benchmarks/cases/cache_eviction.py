@@ -51,7 +51,9 @@ def run(argv: list[str]) -> int:
         print("evict + announce + add + remove + add, microseconds per turn, one thread")
         for policy, row in results.items():
             small, large = row.values()
-            print(f"  {policy:9} {sizes[0]:>9,} blocks {small:6.2f}   {sizes[1]:>9,} blocks {large:6.2f}   x{large / small:.2f}")
+            print(
+                f"  {policy:9} {sizes[0]:>9,} blocks {small:6.2f}   {sizes[1]:>9,} blocks {large:6.2f}   x{large / small:.2f}"
+            )
     return int(any(large > 5 * small for small, large in (row.values() for row in results.values())))
 
 

@@ -51,7 +51,9 @@ def run(argv: list[str]) -> int:
     if args.json:
         print(json.dumps({name: {**asdict(report), "hit_rate": report.hit_rate} for name, report in reports.items()}))
         return 0
-    print(f"{args.requests:,} requests, {args.cache_blocks:,} blocks of {args.block_size} tokens; seconds by the cost model")
+    print(
+        f"{args.requests:,} requests, {args.cache_blocks:,} blocks of {args.block_size} tokens; seconds by the cost model"
+    )
     for name, report in reports.items():
         print(
             f"  {name:18} hits {report.hit_rate:6.1%}  steps {report.steps:7,}  {report.seconds:9,.0f} s  "

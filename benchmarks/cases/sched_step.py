@@ -78,7 +78,9 @@ def run(argv: list[str]) -> int:
     if args.json:
         print(json.dumps({"running": args.running, "ahead": args.ahead, "bar_ms": BAR_MS, **results}))
     else:
-        print(f"plan + apply, {args.running} running requests, {args.ahead} steps in flight, one thread; bar {BAR_MS} ms")
+        print(
+            f"plan + apply, {args.running} running requests, {args.ahead} steps in flight, one thread; bar {BAR_MS} ms"
+        )
         for name, row in results.items():
             print(f"  {name:8} median {row['median_ms']:.3f} ms   p99 {row['p99_ms']:.3f} ms   ({row['steps']} steps)")
     return int(any(row["median_ms"] > BAR_MS for row in results.values()))
