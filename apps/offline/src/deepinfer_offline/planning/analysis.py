@@ -12,8 +12,6 @@ from deepinfer_sched import plan_blocks, plan_job
 from deepinfer_offline.job.errors import JobError
 from deepinfer_offline.job.source import Source
 from deepinfer_offline.planning.advice import SAMPLE, advise
-from deepinfer_offline.planning.model import find_tokenizer
-from deepinfer_offline.planning.prompts import PromptReader
 from deepinfer_offline.planning.report import PlanReport, default_sizes, make_report
 from deepinfer_offline.planning.trace import read_trace
 
@@ -33,6 +31,9 @@ def analyse_trace(path: Path, block_size: int | None, cache_blocks: Sequence[int
 
 def analyse_file(name: str, model: str, block_size: int | None, cache_blocks: Sequence[int]) -> PlanReport:
     """Report on a batch file. Its prompts are tokenised as a run would and are not kept."""
+    from deepinfer_offline.planning.model import find_tokenizer  # these import torch, which a trace does not need
+    from deepinfer_offline.planning.prompts import PromptReader
+
     tokenizer = find_tokenizer(model)
     source = Source(name)
     try:
