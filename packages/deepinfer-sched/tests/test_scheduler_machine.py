@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 deepinfer_cache = pytest.importorskip("deepinfer_cache")
-PAGE, SLOTS, LONGEST, BUDGET, AHEAD = 2, 3, 24, 6, 3
+PartialIndex = pytest.importorskip("deepinfer_cache.partial").PartialIndex
+PAGE, SLOTS, LONGEST, BUDGET, AHEAD = 3, 3, 24, 6, 3
 STOP = 0
 
 
@@ -46,20 +47,28 @@ class Jobs(RuleBasedStateMachine):
     """Few slots, little memory and short prompts that often agree."""
 
     @initialize(
-        pages=st.integers(12, 20),
+        pages=st.integers(9, 14),
         share=st.booleans(),
         ahead=st.booleans(),
         eviction=st.sampled_from(["lru", "next-use"]),
         window=st.booleans(),
+        partial=st.booleans(),
     )
-    def start(self, pages, share, ahead, eviction, window):
+    def start(self, pages, share, ahead, eviction, window, partial):
         groups = [deepinfer_cache.CacheGroup("kv", "prefix", PAGE)]
         if window:
             groups.append(deepinfer_cache.CacheGroup("swa", "window", 1, window=4))
         config = deepinfer_cache.CacheConfig(
-            tuple(groups), pages, SLOTS, LONGEST, max_tokens_per_step=BUDGET, max_in_flight=AHEAD, eviction=eviction
+            tuple(groups),
+            pages,
+            SLOTS,
+            LONGEST,
+            max_tokens_per_step=BUDGET,
+            max_in_flight=AHEAD,
+            eviction=eviction,
+            partial_hits=partial,
         )
-        self.cache = deepinfer_cache.CacheManager(config)
+        self.cache = deepinfer_cache.CacheManager(config, mover=self)
         limits = SchedConfig(
             SLOTS, BUDGET, LONGEST, AHEAD, share_in_step=share, constrained_ahead=ahead, max_wait_steps=5,
             cascade_min_tokens=PAGE,
@@ -152,6 +161,14 @@ class Jobs(RuleBasedStateMachine):
             assert not plan.prefills[cascade.rows].any()
             assert (plan.starts[cascade.rows] >= cascade.tokens).all()
         return plan, ids, counts, stops, reads
+
+    def copy(self, sources, targets):
+        """The mover: copies happen after every step launched so far and before the one that is being planned."""
+        for source, target in zip(sources, targets, strict=True):
+            for flight in self.flights:
+                assert target not in flight[4], f"block {target} is overwritten while a step reads it"
+            for offset in range(PAGE):
+                self.memory[target, offset] = self.memory.get((source, offset))
 
     def put_drafts(self, plan, row):
         count = int(plan.drafts[row])
@@ -262,6 +279,10 @@ def forget_the_last_step(original):
     return lambda self, slots, ends, drafts, samples, step: original(self, slots, ends, drafts, samples, step - 1)
 
 
+def copy_pages_that_are_not_filled_yet(original):
+    return lambda self, parent, tokens, step: original(self, parent, tokens, 10**9)
+
+
 PLANTED = [
     (RunningSet, "close", reuse_slots_at_once),
     (SlotState, "take", keep_rejected_drafts),
@@ -269,6 +290,7 @@ PLANTED = [
     (PrefixWork, "commit_prompt", publish_whole_prompts_at_once),
     (CascadeFinder, "find", keep_old_cascades),
     (SlotState, "launch", forget_the_last_step),
+    (PartialIndex, "find", copy_pages_that_are_not_filled_yet),
 ]
 
 
