@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+PropertyOrder = Literal["schema", "any"]
 OnUnsupported = Literal["error", "warn", "ignore"]
 
 
@@ -45,17 +46,22 @@ class Options:
     Attributes:
         max_whitespace: longest run of whitespace between two JSON tokens; 0 allows none.
         on_unsupported: what to do with a keyword that no engine enforces.
+        property_order: "schema" writes properties as the schema lists them, then all others; "any" leaves the order to the
+            model, for objects of up to 60 named properties.
         formats: enforce known `format`s; False treats all of them as annotations, as the JSON Schema standard does.
         limits: see `Limits`.
     """
 
     max_whitespace: int = 32
     on_unsupported: OnUnsupported = "error"
+    property_order: PropertyOrder = "schema"
     formats: bool = True
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_whitespace <= 10_000:
             raise ValueError(f"max_whitespace must be within 0..10000, got {self.max_whitespace}")
+        if self.property_order not in get_args(PropertyOrder):
+            raise ValueError(f"property_order must be one of {get_args(PropertyOrder)}, got {self.property_order!r}")
         if self.on_unsupported not in get_args(OnUnsupported):
             raise ValueError(f"on_unsupported must be one of {get_args(OnUnsupported)}, got {self.on_unsupported!r}")

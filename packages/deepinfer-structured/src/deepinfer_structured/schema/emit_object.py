@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,8 @@ from deepinfer_structured.regex import NEVER as NO_TEXT
 from deepinfer_structured.regex import Node as Language
 from deepinfer_structured.regex import alt, both, complement, literal, matches
 from deepinfer_structured.schema import cases as c
+from deepinfer_structured.schema import emit_unordered
+from deepinfer_structured.schema.emit_unordered import Plan, Property
 from deepinfer_structured.schema.obligation import NEVER, TOP, Obligation, join
 from deepinfer_structured.schema.rules import COLON, COMMA, DEAD, EPSILON, Expr, Ref, Term, choice, many, maybe, seq
 
@@ -20,21 +22,6 @@ if TYPE_CHECKING:
 _MAX_SUBSETS = 4
 _MAX_COUNTED = 4000
 _OPEN, _CLOSE = Term('"{"'), Term('"}"')
-
-
-@dataclass(frozen=True, slots=True)
-class _Property:
-    pair: Expr  # name, colon, value
-    required: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """One way to write the object: named properties, then `witnesses`, one each, among any number of `extra`."""
-
-    named: tuple[_Property, ...]
-    extra: Expr
-    witnesses: tuple[Expr, ...]
 
 
 def emit(emitter: Emitter, case: c.Object) -> Expr:
@@ -74,7 +61,7 @@ def _object(emitter: Emitter, case: c.Object, witnesses: tuple[tuple[Language, O
         value = emitter.solver.value_at(case, name)
         allowed = all(matches(k, name) for k in case.keys) and emitter.solver.satisfiable(value)
         if allowed:
-            named.append(_Property(seq(emitter.name(name), COLON, emitter.value(value)), required))
+            named.append(Property(seq(emitter.name(name), COLON, emitter.value(value)), required))
         elif required:
             return DEAD
     others = _others(case)
@@ -83,7 +70,9 @@ def _object(emitter: Emitter, case: c.Object, witnesses: tuple[tuple[Language, O
         choice(*(_pair(emitter, both(k, wanted_key), join(o, wanted)) for k, o in others))
         for wanted_key, wanted in witnesses
     )
-    plan = _Plan(tuple(named), extra, met)
+    plan = Plan(tuple(named), extra, met)
+    if emitter.solver.options.property_order == "any" and emit_unordered.fits(plan, case.low, case.high):
+        return seq(_OPEN, emit_unordered.emit(emitter, plan, case.low, case.high), _CLOSE)
     sure = sum(p.required for p in named) + len(met)
     if case.low <= sure and case.high is None:
         return seq(_OPEN, _properties(emitter, plan), _CLOSE)
@@ -128,7 +117,7 @@ def _merge(others: list[tuple[Language, Obligation]]) -> list[tuple[Language, Ob
     return others
 
 
-def _properties(emitter: Emitter, plan: _Plan) -> Expr:
+def _properties(emitter: Emitter, plan: Plan) -> Expr:
     """All properties with their commas; the number of properties is free."""
     named = plan.named
     first = next((i for i, p in enumerate(named) if p.required), len(named))
@@ -151,7 +140,7 @@ def _properties(emitter: Emitter, plan: _Plan) -> Expr:
     return choice(*options)
 
 
-def _tail(plan: _Plan, *, after: bool) -> Expr:
+def _tail(plan: Plan, *, after: bool) -> Expr:
     """Unnamed properties, with the witnesses among them; `after` says that something stands before."""
     extras = many(seq(COMMA, plan.extra), 0, None) if plan.extra != DEAD else EPSILON
     if after:
@@ -168,7 +157,7 @@ def _tail(plan: _Plan, *, after: bool) -> Expr:
     return seq(*parts)
 
 
-def _counted(emitter: Emitter, plan: _Plan, low: int, high: int | None) -> Expr:
+def _counted(emitter: Emitter, plan: Plan, low: int, high: int | None) -> Expr:
     """All properties with commas, `low` to `high` of them: one rule for each place and count."""
     named = plan.named
     cap = low if high is None else min(high, len(named) + len(plan.witnesses) + max(low, 1))
@@ -188,7 +177,7 @@ def _counted(emitter: Emitter, plan: _Plan, low: int, high: int | None) -> Expr:
 
 def _counted_step(
     emitter: Emitter,
-    plan: _Plan,
+    plan: Plan,
     index: int,
     count: int,
     low: int,
@@ -208,7 +197,7 @@ def _counted_step(
     return Ref(name)
 
 
-def _counted_tail(plan: _Plan, count: int, low: int, high: int | None) -> Expr:
+def _counted_tail(plan: Plan, count: int, low: int, high: int | None) -> Expr:
     """`low` to `high` unnamed properties. A witness counts for one of them."""
     low = max(low, 0)
     must = len(plan.witnesses)

@@ -71,7 +71,7 @@ def _other_object(solver: Solver, value: dict[str, Any], node: Node) -> list[c.C
     return found
 
 
-def number_factors(solver: Solver, node: Node) -> Iterator[Factor]:
+def number_factors(_solver: Solver, node: Node) -> Iterator[Factor]:
     """`minimum`, `maximum`, their exclusive forms, `multipleOf`."""
     schema = node.schema
     for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):

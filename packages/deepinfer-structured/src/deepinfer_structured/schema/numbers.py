@@ -17,7 +17,7 @@ _MAX_LISTED = 2000
 _PREC = 2000
 
 
-class Inexpressible(Exception):
+class Inexpressible(Exception):  # noqa: N818
     """A combination of number constraints that no terminal here expresses."""
 
 

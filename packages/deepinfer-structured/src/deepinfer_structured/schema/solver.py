@@ -6,6 +6,7 @@ raises `UnsupportedSchema` where the schema asks for it, and drops the alternati
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,12 @@ class Solver:
         self._running: set[tuple[Node, str, bool]] = set()
         self._satisfiable: dict[Obligation, bool] = {}
         self._budget = _BUDGET
+        self._deadline = time.monotonic() + options.limits.seconds
+
+    def check_time(self) -> None:
+        """Raises LimitExceeded once the compilation's time is over."""
+        if time.monotonic() > self._deadline:
+            raise LimitExceeded(f"the schema takes more than {self.options.limits.seconds} s to analyse")
 
     def cases(self, obligation: Obligation, type_: str) -> list[c.Case]:
         """The values of a type that meet an obligation."""
@@ -45,6 +52,7 @@ class Solver:
             return []
         key = (obligation, type_)
         if key not in self._cases:
+            self.check_time()
             found: list[c.Case] = [c.ANY[type_]]
             for node, holds in obligation:
                 found = self.meet(found, self.of_node(node, type_, holds))
@@ -85,6 +93,8 @@ class Solver:
     def meet_two(self, a: c.Case, b: c.Case) -> c.Case | None:
         """Intersection of two cases, None if it is empty as far as can be told."""
         self._budget -= 1
+        if self._budget % 64 == 0:
+            self.check_time()
         if self._budget < 0:
             raise LimitExceeded("the schema combines too many alternatives to be analysed")
         if a == b:

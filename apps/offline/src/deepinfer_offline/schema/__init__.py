@@ -1,0 +1,1 @@
+"""What `deepinfer schema` does: check one schema, score a set of them."""
