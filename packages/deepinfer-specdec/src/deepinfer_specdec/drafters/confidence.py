@@ -47,7 +47,7 @@ class MatchConfidence:
         self._right = np.tile(2.0 * prior, (max_draft, 1))
         self._trials = np.full((max_draft, buckets), 2.0)
         self._table = (self._right / self._trials).tolist()
-        self._pending: dict[int, tuple[list[int], list[int]]] = {}
+        self._pending: dict[int, tuple[list[int], list[int], int]] = {}
         self._record: dict[int, list[float]] = {}  # sequence -> [right, expected right, trials], fading
 
     def begin(self, sequence: int) -> None:
@@ -65,25 +65,35 @@ class MatchConfidence:
         if not guess:
             self._pending.pop(sequence, None)
             return []
-        self._pending[sequence] = (guess, features)
+        self._pending[sequence] = (guess, features, 0)
         odds = self._odds(sequence)
         pooled = [self._table[column][bucket] for column, bucket in enumerate(features)]
         return [p * odds / (1.0 - p + p * odds) for p in pooled]
 
     def settle(self, sequence: int, emitted: list[int]) -> None:
-        """Score the last guess against the tokens that followed. Stops at the first wrong one, or where `emitted` ends."""
+        """Score the last guess against the tokens that followed, up to the first wrong one. What `emitted` does not reach
+        waits for the next call, so that deep columns are learned from plain decoding too.
+        """
         pending = self._pending.pop(sequence, None)
         if pending is None:
             return
+        guess, features, first = pending
         record = self._record[sequence]
-        for column, (token, bucket, said) in enumerate(zip(*pending, emitted, strict=False)):
-            right = token == said
-            self._count(column, bucket, right)
+        for column, said in enumerate(emitted, first):
+            if column == len(guess):
+                return
+            right = guess[column] == said
             record[0] = record[0] * self._keep + right
-            record[1] = record[1] * self._keep + self._table[column][bucket]
+            record[1] = record[1] * self._keep + self._table[column][features[column]]
             record[2] = record[2] * self._keep + 1.0
+            self._count(column, features[column], right)
             if not right:
                 return
+        self._pending[sequence] = (guess, features, first + len(emitted))
+
+    def waits(self, sequence: int) -> bool:
+        """Whether a guess of the sequence is still being scored."""
+        return sequence in self._pending
 
     def _odds(self, sequence: int) -> float:
         """How much likelier to be right (as odds) this sequence's guesses are than the pooled view says."""

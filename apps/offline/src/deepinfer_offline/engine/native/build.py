@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepinfer_cache import CacheConfig, CacheManager
+from deepinfer_sched import SchedConfig, Scheduler
+
 from deepinfer_offline.engine.base import EngineInfo, EngineStartError
 from deepinfer_offline.engine.native.engine import NativeEngine, Parts
 from deepinfer_offline.engine.native.memory import CachePlan, choose_kv_bytes, paged_groups, plan_cache
 from deepinfer_offline.engine.native.runner import ModelRunner
+from deepinfer_offline.engine.native.speculation import make_speculation
 from deepinfer_offline.engine.options import EngineOptions, format_bytes
 from deepinfer_offline.engine.structured import GrammarCompiler
 from deepinfer_offline.models.base import Model, ModelOptions
 from deepinfer_offline.models.registry import model_class
 from deepinfer_offline.sampling import Sampler, SamplingTable
-from deepinfer_sched import SchedConfig, Scheduler
 
 if TYPE_CHECKING:
     from deepinfer_offline.text.tokenizer import Tokenizer
@@ -135,8 +137,9 @@ def _compose(
         ),
         cache,
     )
+    runner = ModelRunner(model, blocks, cache.block_table, Sampler(table), threads=threads)
     parts = Parts(
-        runner=ModelRunner(model, blocks, cache.block_table, Sampler(table), threads=threads),
+        runner=runner,
         scheduler=scheduler,
         cache=cache,
         table=table,
@@ -145,6 +148,7 @@ def _compose(
         info=_info(source, model, plan),
         seed=options.seed,
         ahead=_ahead(options),
+        speculation=make_speculation(options.speculative, facts.cache_groups, scheduler, runner),
     )
     return NativeEngine(parts)
 
@@ -176,8 +180,8 @@ def _check_supported(options: EngineOptions) -> None:
     if options.engine_args:
         names = ", ".join(name for name, _ in options.engine_args)
         raise EngineStartError(f"--engine-arg {names}: the native engine takes none; use --engine vllm")
-    if options.speculative not in ("off", "auto"):
-        raise EngineStartError(f"--speculative {options.speculative}: the native engine does not draft for this model")
+    if options.speculative == "dspark":
+        raise EngineStartError("--speculative dspark: the native engine does not draft for this model; use auto")
     if options.kv_store is not None:
         raise EngineStartError("--kv-store: the native engine does not keep KV blocks on disk yet")
 

@@ -12,6 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from deepinfer_sched import Scheduler, SequenceError
+from deepinfer_sched import Sequence as Scheduled
+
 from deepinfer_offline.engine.base import EngineInfo, EngineStats, Request, RequestError, RequestOutput
 from deepinfer_offline.engine.native.answer import Answer, End, Group, stop_sets, text_watch
 from deepinfer_offline.engine.native.checks import check_request
@@ -21,15 +24,15 @@ from deepinfer_offline.engine.native.scoring import score_sequence
 from deepinfer_offline.sampling.batch import SamplingTable
 from deepinfer_offline.sampling.params import SamplingParams
 from deepinfer_offline.sampling.random import child_seed, request_seed
-from deepinfer_sched import Scheduler, SequenceError
-from deepinfer_sched import Sequence as Scheduled
 
 if TYPE_CHECKING:
     from deepinfer_cache import CacheManager
+    from deepinfer_sched import StepPlan
+
     from deepinfer_offline.engine.native.runner import Flight, ModelRunner, StepResult
+    from deepinfer_offline.engine.native.speculation import Speculation
     from deepinfer_offline.engine.structured import GrammarCompiler
     from deepinfer_offline.text.tokenizer import Tokenizer
-    from deepinfer_sched import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Parts:
         info: facts for the caller.
         seed: where seeds of requests without their own come from.
         ahead: steps launched before the oldest one's results are taken; 1 is the synchronous loop.
+        speculation: drafts for decode rows, or None.
     """
 
     runner: ModelRunner
@@ -65,6 +69,7 @@ class Parts:
     info: EngineInfo
     seed: int = 0
     ahead: int = 2
+    speculation: Speculation | None = None
 
 
 class NativeEngine:
@@ -138,7 +143,7 @@ class NativeEngine:
     def step(self) -> list[RequestOutput]:
         """Launch what can be launched, then take the results of the oldest step; return what finished."""
         self._start_compiled()
-        while len(self._airborne) < self._parts.ahead and (plan := self._parts.scheduler.plan()) is not None:
+        while self._may_launch() and (plan := self._parts.scheduler.plan()) is not None:
             self._launch(plan)
         if self._airborne:
             self._land()
@@ -147,6 +152,16 @@ class NativeEngine:
             self._start_compiled()
         done, self._finished = self._finished, []
         return done
+
+    def _may_launch(self) -> bool:
+        """Whether the next step may be planned now. Drafts follow tokens that are known: nothing may be in flight then."""
+        speculation = self._parts.speculation
+        if speculation is None or not speculation.synchronous:
+            return len(self._airborne) < self._parts.ahead
+        if self._airborne:
+            return False
+        speculation.propose(self._answers.values())
+        return True
 
     def _launch(self, plan: StepPlan) -> None:
         runner = self._parts.runner
@@ -174,6 +189,8 @@ class NativeEngine:
         top = None if wanted is None else (parts.info.vocab_size if wanted < 0 else wanted)
         prompt = None if top is None else (seq.num_prompt, top)
         parts.runner.add_sequence(seq.slot, seq.tokens, prompt_logprobs=prompt, before=fill)
+        if parts.speculation is not None:
+            parts.speculation.begin(answer)
         if group.cached_tokens < 0:
             group.cached_tokens = seq.cached_tokens
             self._stats.prompt_tokens += seq.num_prompt
@@ -205,12 +222,15 @@ class NativeEngine:
         facts = FactsReader(result.logprobs, result.draw_rows)
         numbers, stops = result.num_tokens.copy(), np.zeros(plan.num_rows, np.bool_)
         ended: list[tuple[Answer, End | Exception]] = []
+        speculation = self._parts.speculation
         for row, (seq_id, number) in enumerate(zip(plan.seq_ids.tolist(), numbers.tolist(), strict=True)):
             answer = self._answers.get(seq_id) if number else None
             if answer is None:
                 continue  # nothing drawn, or it ended while this step was in flight
             taken, end = self._take(answer, seq_id, result.token_ids[row, :number].tolist(), partial(facts.get, row))
             numbers[row] = taken
+            if speculation is not None:
+                speculation.extend(seq_id, result.token_ids[row, :taken].tolist())
             self._stats.generated_tokens += taken
             if end is not None:
                 stops[row] = True
@@ -218,6 +238,8 @@ class NativeEngine:
         self._parts.scheduler.apply(plan, result.token_ids, numbers, stops)
         for answer, end in ended:
             self._end(answer, end)
+        if speculation is not None:
+            speculation.landed(result, self._answers.values())
 
     def _take(
         self, answer: Answer, seq_id: int, tokens: Sequence[int], facts: Callable[[int], Any]
@@ -287,7 +309,7 @@ class NativeEngine:
             group.answers.append(answer)
 
     def _end(self, answer: Answer, end: End | Exception) -> None:
-        self._answers.pop(answer.seq.seq_id, None)
+        self._forget(answer.seq.seq_id)
         group = answer.group
         if self._groups.get(group.request.request_id) is not group:
             return  # another of its answers failed in this step
@@ -316,8 +338,14 @@ class NativeEngine:
         self._groups.pop(group.request.request_id, None)
         self._compiling.pop(group.request.request_id, None)
         for answer in group.answers:
-            if self._answers.pop(answer.seq.seq_id, None) is not None:
+            if self._forget(answer.seq.seq_id):
                 self._parts.scheduler.abort(answer.seq.seq_id)
+
+    def _forget(self, seq_id: int) -> bool:
+        """Take a sequence out of the live ones; False when it was not one."""
+        if self._parts.speculation is not None:
+            self._parts.speculation.end(seq_id)
+        return self._answers.pop(seq_id, None) is not None
 
     # --- numbers and the end ---------------------------------------------------------------------------------
 
@@ -337,13 +365,14 @@ class NativeEngine:
 
     def stats(self) -> EngineStats:
         """A snapshot; does not change the engine."""
-        scheduler = self._parts.scheduler
+        scheduler, speculation = self._parts.scheduler, self._parts.speculation
+        extra = dict(self._stats.extra) | ({"speculation": speculation.report()} if speculation is not None else {})
         return replace(
             self._stats,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + len(self._compiling),
             peak_kv_blocks=self._parts.cache.stats().peak_used_pages,
-            extra=dict(self._stats.extra),
+            extra=extra,
         )
 
     def close(self) -> None:

@@ -1,0 +1,101 @@
+"""Whether to speculate at all: on when it pays, off when it does not, without flapping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepinfer_specdec.errors import SpecDecodeError
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchOptions:
+    """Thresholds of `SpeculationSwitch`. A gain is time without speculation over time with it, for the same tokens.
+
+    Attributes:
+        enter: expected gain from which speculation is switched on.
+        leave: gain below which it is switched off.
+        memory: steps that a gain is averaged over.
+        settle: steps after switching on before measurements may switch it off again.
+        pause: steps that it stays off after failing; doubled with every failure in a row.
+        longest_pause: most steps of a pause.
+    """
+
+    enter: float = 1.05
+    leave: float = 1.01
+    memory: float = 8.0
+    settle: int = 8
+    pause: int = 16
+    longest_pause: int = 512
+
+    def __post_init__(self) -> None:
+        if not self.enter > self.leave > 0.0:
+            raise SpecDecodeError(f"enter {self.enter}, leave {self.leave}; allowed: enter > leave > 0")
+        if self.memory < 1.0 or self.settle < 1 or self.pause < 1 or self.longest_pause < self.pause:
+            raise SpecDecodeError(f"{self}; allowed: memory, settle, pause >= 1 and longest_pause >= pause")
+
+
+class _Gain:
+    """Ratio of two sums that fade with the same rate."""
+
+    def __init__(self, memory: float) -> None:
+        self._keep = 1.0 - 1.0 / memory
+        self.clear()
+
+    def clear(self) -> None:
+        self._without = self._with = 0.0
+        self.steps = 0
+
+    def add(self, seconds_without: float, seconds_with: float) -> None:
+        self._without = self._without * self._keep + seconds_without
+        self._with = self._with * self._keep + seconds_with
+        self.steps += 1
+
+    @property
+    def value(self) -> float:
+        return self._without / self._with if self._with > 0.0 else 1.0
+
+
+class SpeculationSwitch:
+    """Two states with different evidence: off listens to forecasts (what drafts that nobody verified would have saved),
+    on listens to the clock. A wrong forecast therefore costs a few steps, and each repetition waits twice as long.
+    """
+
+    def __init__(self, options: SwitchOptions | None = None) -> None:
+        self.options = options or SwitchOptions()
+        self.on = False
+        self.changes = 0
+        self._expected = _Gain(self.options.memory)
+        self._measured = _Gain(2.0 * self.options.memory)
+        self._pause = self.options.pause
+        self._wait = 0  # steps to stay off
+
+    @property
+    def gain(self) -> float:
+        """The gain that the present state rests on."""
+        return self._measured.value if self.on else self._expected.value
+
+    def expect(self, seconds_without: float, seconds_with: float) -> bool:
+        """Off: take in a forecast of one step; returns whether speculation is on now."""
+        self._expected.add(seconds_without, seconds_with)
+        self._wait = max(0, self._wait - 1)
+        if not self._wait and self._expected.steps >= 2 and self._expected.value >= self.options.enter:
+            self._turn(True)
+        return self.on
+
+    def measure(self, seconds_without: float, seconds_with: float) -> bool:
+        """On: take in the clock of one step; returns whether speculation is still on."""
+        self._measured.add(seconds_without, seconds_with)
+        if self._measured.steps >= self.options.settle:
+            if self._measured.value < self.options.leave:
+                self._wait = self._pause
+                self._pause = min(2 * self._pause, self.options.longest_pause)
+                self._turn(False)
+            elif self._measured.steps >= 8 * self.options.settle:
+                self._pause = self.options.pause  # it has paid for long enough: forget earlier failures
+        return self.on
+
+    def _turn(self, on: bool) -> None:
+        self.on = on
+        self.changes += 1
+        self._expected.clear()
+        self._measured.clear()
