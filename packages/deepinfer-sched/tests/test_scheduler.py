@@ -180,6 +180,16 @@ def test_nobody_waits_for_ever():
     assert waited <= 8
 
 
+def test_a_preempted_sequence_is_not_passed_by_those_who_waited_behind_it():
+    scheduler = make(pages=64, running=1, max_wait_steps=3)
+    for number in range(4):
+        scheduler.add(Sequence(number, [number + 1], 12))
+    for _ in range(8):
+        finish(scheduler, scheduler.plan())
+    scheduler.preempt(0)
+    assert scheduler.plan().seq_ids.tolist() == [0]
+
+
 def test_without_a_bound_priorities_are_absolute():
     scheduler = make(running=1, max_wait_steps=0)
     scheduler.add(Sequence(0, [1], 1, priority=9))

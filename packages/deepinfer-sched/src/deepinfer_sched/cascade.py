@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -44,10 +43,11 @@ class CascadeFinder:
 
 
 def find_shared_prefixes(pages: np.ndarray, full_pages: np.ndarray, min_pages: int) -> list[tuple[np.ndarray, int]]:
-    """Partition rows into groups with a common physical prefix so that the most page reads are saved.
+    """Partition rows into groups with a common physical prefix so that many page reads are saved.
 
-    A group of k rows over p common pages saves (k - 1) * p reads. Where a group could also be split into smaller ones
-    with longer prefixes, whichever saves more is taken.
+    A group of k rows over p common pages saves (k - 1) * p reads. Where some of its rows share more, either all rows
+    stay together or those go apart and the others share what is left, whichever saves more (not always the very best
+    partition, but found in one pass).
 
     Args:
         pages: int32 [n, m], page table of each row.
@@ -66,53 +66,33 @@ def find_shared_prefixes(pages: np.ndarray, full_pages: np.ndarray, min_pages: i
     ranked = table[order]
     equal = ranked[1:] == ranked[:-1]
     common = np.where(equal.all(axis=1), depth, equal.argmin(axis=1)).tolist()  # of each row with the one before it
-    groups = _best(common, 0, len(pages), 0, max(min_pages, 1)).groups
+    groups = _best(common, 0, len(pages), max(min_pages, 1))[1]
     return [(np.sort(order[rows]), count) for rows, count in groups]
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """What is best for a run of ranked rows.
-
-    Attributes:
-        saved: page reads saved, with `price` for each row that joins a group further up.
-        groups: (ranked rows, common pages).
-        rest: ranked rows that join a group further up, or none.
-    """
-
-    saved: int
-    groups: list[tuple[list[int], int]]
-    rest: list[int]
+_LEVELS = 64  # prefixes nested deeper than that are not looked into
+_Groups = list[tuple[list[int], int]]  # (ranked rows, common pages)
 
 
-def _best(common: list[int], first: int, last: int, price: int, min_pages: int) -> _Choice:
-    """Group the ranked rows [first, last), given what a row is worth to a group with a shorter prefix."""
-    if last - first < 2:
-        return _Choice(price * (last - first), [], list(range(first, last)))
+def _best(common: list[int], first: int, last: int, min_pages: int, level: int = 0) -> tuple[int, _Groups, list[int]]:
+    """Group the ranked rows [first, last): page reads saved, the groups, and the rows that are in none."""
+    rows = list(range(first, last))
+    if len(rows) < 2:
+        return 0, [], rows
     inner = common[first : last - 1]
     shared = min(inner)
-    cuts = [first, *(first + place + 1 for place, value in enumerate(inner) if value == shared), last]
-    choices = []
-    if shared >= min_pages:  # a group of its own: its first row saves nothing
-        parts = [_best(common, begin, end, shared, min_pages) for begin, end in pairwise(cuts)]
-        rows = [row for part in parts for row in part.rest]
-        groups = [group for part in parts for group in part.groups]
-        if len(rows) > 1:
-            choices.append(_Choice(sum(part.saved for part in parts) - shared, [*groups, (rows, shared)], []))
-    if shared > price or not choices:
-        parts = (
-            [_best(common, begin, end, price, min_pages) for begin, end in pairwise(cuts)]
-            if shared != max(inner)
-            else []
-        )
-        if parts:
-            choices.append(
-                _Choice(
-                    sum(part.saved for part in parts),
-                    [group for part in parts for group in part.groups],
-                    [row for part in parts for row in part.rest],
-                )
-            )
-        else:
-            choices.append(_Choice(price * (last - first), [], list(range(first, last))))
-    return max(choices, key=lambda choice: choice.saved)
+    own = (len(rows) - 1) * shared if shared >= min_pages else 0
+    saved, groups, rest = 0, [], rows
+    if shared < max(inner) and level < _LEVELS:
+        cuts = [first, *(first + place + 1 for place, value in enumerate(inner) if value == shared), last]
+        parts = [_best(common, begin, end, min_pages, level + 1) for begin, end in pairwise(cuts)]
+        saved = sum(part[0] for part in parts)
+        groups = [group for part in parts for group in part[1]]
+        rest = [row for part in parts for row in part[2]]
+        if shared >= min_pages and len(rest) > 1:  # those that found no longer prefix share the short one
+            saved, groups, rest = saved + (len(rest) - 1) * shared, [*groups, (rest, shared)], []
+    return (
+        (saved, groups, rest)
+        if saved >= own and groups
+        else (own, [(rows, shared)] if own else [], [] if own else rows)
+    )

@@ -10,6 +10,7 @@ from deepinfer_sched.cache import Cache, Hit
 from deepinfer_sched.cascade import CascadeFinder
 from deepinfer_sched.config import SchedConfig
 from deepinfer_sched.errors import SchedError, SequenceError
+from deepinfer_sched.limits import check_sequence, last_length
 from deepinfer_sched.prefixes import PrefixWork
 from deepinfer_sched.running import RunningSet
 from deepinfer_sched.sequence import Sequence, Status
@@ -59,7 +60,9 @@ class Scheduler:
         Raises:
             SequenceError: it is known already, or it can never run within the limits; nothing was queued.
         """
-        self._check(seq)
+        if seq.seq_id in self._sequences:
+            raise SequenceError(f"sequence {seq.seq_id} is already known")
+        check_sequence(seq, self.config, self.cache)
         seq.order = self._orders
         self._orders += 1
         self._sequences[seq.seq_id] = seq
@@ -227,8 +230,7 @@ class Scheduler:
 
     def _admit(self, chunks: list[_Chunk], budget: int) -> list[int]:
         """Give waiting sequences a slot, in rank order, as long as slots, pages and the budget last."""
-        if self.config.max_wait_steps:
-            self._waiting.promote_before(self._step - self.config.max_wait_steps)
+        self._waiting.promote_before(self._patience_ends)
         admitted: list[int] = []
         held: list[Sequence] = []
         while budget > 0 and self._running.has_slot and len(held) <= self.config.lookahead:
@@ -257,7 +259,7 @@ class Scheduler:
         seq.slot = self._running.take_slot()
         opened = self.cache.allocate(seq.slot, len(seq.tokens), hit)
         assert opened, f"sequence {seq.seq_id} was admitted without room"
-        self._running.open(seq, self._limit(seq), hit)
+        self._running.open(seq, last_length(seq, self.config), hit)
         self._prefixes.admit(seq, hit.length // self.cache.page_size)
         self.cache.meet(seq.hashes, seq.order)
         if seq.cached_tokens < 0:
@@ -328,34 +330,16 @@ class Scheduler:
         for row in np.flatnonzero(ends & (num_tokens > 0)).tolist():
             seq = sequences[row]
             stopped = stops is not None and bool(stops[row])
-            if seq.status is not Status.FINISHED and (stopped or len(seq.tokens) >= self._limit(seq)):
+            if seq.status is not Status.FINISHED and (stopped or len(seq.tokens) >= last_length(seq, self.config)):
                 done.append(seq)
         return done
 
     # --- coming and going ------------------------------------------------------------------------------------
 
-    def _check(self, seq: Sequence) -> None:
-        if seq.seq_id in self._sequences:
-            raise SequenceError(f"sequence {seq.seq_id} is already known")
-        if not seq.tokens or seq.max_tokens < 1:
-            raise SequenceError(
-                f"sequence {seq.seq_id}: {len(seq.tokens)} prompt tokens and max_tokens {seq.max_tokens}; "
-                "both must be at least 1"
-            )
-        longest = self.config.max_model_len
-        if len(seq.tokens) >= longest:
-            raise SequenceError(
-                f"sequence {seq.seq_id}: a prompt of {len(seq.tokens)} tokens leaves no room to answer within "
-                f"max_model_len {longest}"
-            )
-        if self.cache.pages_for(self._limit(seq)) > self.cache.num_pages:
-            raise SequenceError(
-                f"sequence {seq.seq_id}: up to {self._limit(seq)} tokens do not fit the cache of "
-                f"{self.cache.num_pages * self.cache.page_size} tokens"
-            )
-
-    def _limit(self, seq: Sequence) -> int:
-        return min(seq.num_prompt + seq.max_tokens, self.config.max_model_len)
+    @property
+    def _patience_ends(self) -> int:
+        """Who arrived before this step has waited long enough."""
+        return self._step - self.config.max_wait_steps if self.config.max_wait_steps else -1
 
     def _expect(self, seq: Sequence) -> None:
         if self.cache.wants_future:
@@ -376,6 +360,7 @@ class Scheduler:
         self._vacate(seq)
         seq.status = Status.WAITING
         seq.preemptions += 1
+        seq.promoted |= seq.arrived < self._patience_ends  # or those that waited meanwhile would all pass it
         self._preempted.append(seq.seq_id)
         self._waiting.push(seq)
         self._expect(seq)

@@ -32,6 +32,7 @@ class Sequence:
         cached_tokens: prompt tokens found in the prefix cache at the first admission; -1 before it.
         preemptions: how often it lost its slot.
         promoted: it waited longer than `SchedConfig.max_wait_steps` and now goes first, whatever its priority.
+        arrived: the last step that was planned when it was added.
         last_step: the last step that has a row of it.
     """
 
@@ -50,6 +51,7 @@ class Sequence:
     cached_tokens: int = field(init=False, default=-1)
     preemptions: int = field(init=False, default=0)
     promoted: bool = field(init=False, default=False)
+    arrived: int = field(init=False, default=0)
     last_step: int = field(init=False, default=0)
     hashes: list[bytes] = field(init=False, default_factory=list, repr=False)
 

@@ -13,7 +13,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, Sequence]] = []  # rank, sequence
-        self._arrivals: deque[tuple[int, Sequence]] = deque()  # (step of arrival, sequence), oldest first
+        self._arrivals: deque[Sequence] = deque()  # oldest first
         self._count = 0
 
     def __len__(self) -> int:
@@ -22,7 +22,8 @@ class WaitingQueue:
 
     def arrive(self, seq: Sequence, step: int) -> None:
         """A new sequence; `step` starts its waiting time."""
-        self._arrivals.append((step, seq))
+        seq.arrived = step
+        self._arrivals.append(seq)
         self.push(seq)
 
     def push(self, seq: Sequence) -> None:
@@ -44,9 +45,9 @@ class WaitingQueue:
         self._count -= 1
 
     def promote_before(self, step: int) -> None:
-        """Whoever arrived before `step` and never ran goes ahead of all others from now on, in order of arrival."""
-        while self._arrivals and self._arrivals[0][0] < step:
-            seq = self._arrivals.popleft()[1]
+        """Whoever arrived before `step` and still waits goes ahead of all others from now on, in order of arrival."""
+        while self._arrivals and self._arrivals[0].arrived < step:
+            seq = self._arrivals.popleft()
             if seq.status is Status.WAITING and not seq.promoted:
                 seq.promoted = True
                 heapq.heappush(self._heap, (*seq.rank, seq))  # its old entry no longer has its rank and is skipped

@@ -99,6 +99,11 @@ class DiskTier:
         if self._max_bytes and self._bytes > self._max_bytes:
             self._trim()
 
+    def discard(self, key: bytes) -> None:
+        """Delete a page's file, if there is one."""
+        with contextlib.suppress(OSError):
+            self._path(key).unlink(missing_ok=True)
+
     def _trim(self) -> None:
         """Delete the least recently used files, those of other processes included, down to 90 % of the limit."""
         files = sorted(self._files())
