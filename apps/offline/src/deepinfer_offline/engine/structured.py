@@ -58,9 +58,9 @@ class GrammarCompiler:
     def _compile(self, spec: Spec) -> Grammar:
         from deepinfer_structured import StructuredError, compile_spec
 
-        with self._lock:
-            vocabulary = self._vocabulary = self._vocabulary or self._make_vocabulary()
         try:
+            with self._lock:
+                vocabulary = self._vocabulary = self._vocabulary or self._make_vocabulary()
             return compile_spec(spec, vocabulary)
         except (StructuredError, ValueError, RecursionError) as error:
             raise _refusal(error) from error

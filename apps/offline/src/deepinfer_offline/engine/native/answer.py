@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from deepinfer_sched import Sequence as Scheduled
+
 from deepinfer_offline.engine.base import Completion, FinishReason, Request
 from deepinfer_offline.text.watch import TextWatch
-from deepinfer_sched import Sequence as Scheduled
 
 if TYPE_CHECKING:
     from deepinfer_offline.text.tokenizer import Tokenizer

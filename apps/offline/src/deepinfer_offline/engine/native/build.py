@@ -81,8 +81,7 @@ def _plan(
 ) -> tuple[ModelOptions, CachePlan]:
     """Resolve every `auto`, and fit the cache into memory; nothing large is allocated."""
     defaults = _DEFAULTS[device.partition(":")[0]]
-    running = options.max_running or defaults.max_running
-    step_tokens = max(options.max_tokens_per_step or defaults.max_step_tokens, running)
+    running, step_tokens = _step_size(options, defaults)
     wanted = ModelOptions(
         device=device,
         dtype=torch.float32 if options.dtype == "float32" else torch.bfloat16,
@@ -106,6 +105,20 @@ def _plan(
         )
     resolved = replace(resolved, max_model_len=plan.tokens)
     return resolved, plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved))
+
+
+def _step_size(options: EngineOptions, defaults: _Defaults) -> tuple[int, int]:
+    """(sequences that run at once, tokens of a step). Every running sequence needs one token of a step."""
+    running, tokens = options.max_running, options.max_tokens_per_step
+    if running is not None and tokens is not None and tokens < running:
+        raise EngineStartError(
+            f"--max-tokens-per-step {tokens} is less than --max-running {running}: "
+            "every running sequence computes one token a step"
+        )
+    if tokens is not None:
+        return running or min(defaults.max_running, tokens), tokens
+    running = running or defaults.max_running
+    return running, max(defaults.max_step_tokens, running)
 
 
 def _limits(options: EngineOptions, groups: tuple[Any, ...], resolved: ModelOptions) -> CacheConfig:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from deepinfer_offline.engine.native.answer import Answer
 
 if TYPE_CHECKING:
-    from deepinfer_offline.engine.native.batch import SampleRows
     from deepinfer_sched import StepPlan
+
+    from deepinfer_offline.engine.native.batch import SampleRows
 
 
 class MaskMaker:

@@ -8,13 +8,15 @@ from pathlib import Path
 import torch
 from deepinfer_cache import CacheConfig
 from deepinfer_cache import CacheGroup as PagedGroup
+
 from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.engine.options import format_bytes
 from deepinfer_offline.models.base import CacheGroup, ModelFacts
 
 _CPU_SHARE, _CPU_MOST = 0.5, 4 << 30  # of what is free: a laptop has other things to do
 _DEVICE_SHARE = 0.9
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_V2 = (Path("/sys/fs/cgroup"), "memory.max", "memory.current")
+_CGROUP_V1 = (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def available_bytes(device: str) -> int:
@@ -137,12 +139,19 @@ def _host_bytes() -> int:
 
 def _cgroup_bytes() -> int:
     """What the container's limit leaves; a very large number without one."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    for folder, limit, used in (_CGROUP_V2, _CGROUP_V1):
         try:
-            return int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
+            there = int((folder / limit).read_text()) - int((folder / used).read_text())
+            return there + _file_cache_bytes((folder / "memory.stat").read_text())
         except (OSError, ValueError):
             continue
     return 1 << 62
+
+
+def _file_cache_bytes(text: str) -> int:
+    """Cached file pages count as used, but are given back when memory is asked for."""
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0

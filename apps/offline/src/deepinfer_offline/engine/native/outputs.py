@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from deepinfer_offline.engine.base import Completion, PositionLogprobs, RequestError, RequestOutput, TokenLogprob
 from deepinfer_offline.engine.native.answer import Answer, End, Group, TokenFacts
 

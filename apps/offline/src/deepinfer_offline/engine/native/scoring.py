@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from deepinfer_offline.engine.native.batch import device_batch, plan_inputs
 from deepinfer_sched import Sequence as Scheduled
 
+from deepinfer_offline.engine.native.batch import device_batch, plan_inputs
+
 if TYPE_CHECKING:
+    from deepinfer_sched import Scheduler, StepPlan
+
     from deepinfer_offline.engine.native.batch import TableSource
     from deepinfer_offline.engine.native.runner import ModelRunner
-    from deepinfer_sched import Scheduler, StepPlan
 
 _ROWS = 256  # positions whose logits exist on the device at once
 
