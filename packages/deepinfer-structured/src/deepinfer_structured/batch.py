@@ -43,3 +43,6 @@ def fill_masks(matchers: Sequence[Matcher], rows: Sequence[int], out: Mask, thre
     if parallel:
         pool = llguidance.executor(threads or min(32, os.cpu_count() or 1))
         pool.unsafe_compute_mask_ptr(parallel, out.ctypes.data, out.shape[1] * 4, out.shape[0])
+        for matcher, row in zip(matchers, rows, strict=True):
+            if matcher.guard is not None and not matcher.is_terminated:
+                matcher.restrict(out[row])

@@ -1,17 +1,31 @@
-"""Specifications into grammars."""
+"""Specifications into grammars, safely: what may hang or crash is tried in a worker process first."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import threading
+from dataclasses import replace
+
 from deepinfer_structured.config import Options
-from deepinfer_structured.engines.llguidance import LlguidanceGrammar
+from deepinfer_structured.engines import llguidance, xgrammar
+from deepinfer_structured.errors import EngineMissing
 from deepinfer_structured.grammar import Grammar
-from deepinfer_structured.lowering import lower_spec
+from deepinfer_structured.lowering import Lowered, lower_spec
 from deepinfer_structured.spec import Spec
 from deepinfer_structured.vocab import Vocabulary
+from deepinfer_structured.worker import Worker
+
+_INLINE_BYTES = 8_000  # a specification up to this size is lowered in the calling process
+_INLINE_SECONDS = 1.0
+_lock = threading.Lock()
 
 
 def compile_spec(spec: Spec, vocabulary: Vocabulary, options: Options | None = None) -> Grammar:
-    """Compile a specification for a vocabulary, in the calling process.
+    """Compile a specification for a vocabulary. Safe for text from outside; may be called on any thread.
+
+    Small JSON schemas are compiled in the calling process under a short time limit. Everything else is lowered, and
+    built once on trial, in a worker process that is kept warm and may die without harm.
 
     Raises:
         InvalidSpec: the specification is malformed or nothing can satisfy it.
@@ -19,5 +33,63 @@ def compile_spec(spec: Spec, vocabulary: Vocabulary, options: Options | None = N
         LimitExceeded: it is too large, deep or slow.
         EngineMissing: no installed library can enforce it.
     """
-    found = lower_spec(spec, options or Options())
-    return Grammar(spec, vocabulary, found.engine, LlguidanceGrammar(found.text, vocabulary), found.notes)
+    options = options or Options()
+    if not llguidance.available:
+        return _compile_without_llguidance(spec, vocabulary, options)
+    found = lower_safely(spec, options)
+    compiled = llguidance.LlguidanceGrammar(found.text, vocabulary)
+    return Grammar(spec, vocabulary, found.engine, compiled, found.notes, found.unique)
+
+
+@functools.lru_cache(maxsize=1024)
+def lower_safely(spec: Spec, options: Options) -> Lowered:
+    """Lower a specification; its text is safe to be built in this process. Results are kept for equal specifications."""
+    quick = spec.kind in ("json_schema", "json_object", "choice") and len(spec.content) <= _INLINE_BYTES
+    if quick:
+        seconds = min(_INLINE_SECONDS, options.limits.seconds)
+        found = _lower_quickly(spec, replace(options, limits=replace(options.limits, seconds=seconds)))
+        if found is not None and len(found.text) <= options.limits.safe_bytes:
+            return found
+    return _worker(options.limits.worker_mib).call(
+        __name__, "lower_on_trial", (spec, options), options.limits.seconds + 1.0
+    )
+
+
+def _lower_quickly(spec: Spec, options: Options) -> Lowered | None:
+    from deepinfer_structured.errors import LimitExceeded
+
+    try:
+        return lower_spec(spec, options)
+    except LimitExceeded:
+        return None  # the worker has the full limits, and the last word
+
+
+def lower_on_trial(spec: Spec, options: Options) -> Lowered:
+    """Lower a specification and build it once for a small vocabulary: what the worker process runs."""
+    found = lower_spec(spec, options)
+    grammar = llguidance.LlguidanceGrammar(found.text, _trial_vocabulary())
+    matcher = grammar.matcher()
+    from deepinfer_structured.bitmask import allocate_mask
+
+    matcher.fill(allocate_mask(1, _trial_vocabulary().size)[0])
+    return found
+
+
+@functools.cache
+def _trial_vocabulary() -> Vocabulary:
+    return Vocabulary.bytewise()
+
+
+@functools.cache
+def _worker(memory_mib: int) -> Worker:
+    with _lock:
+        worker = Worker(memory_mib)
+        atexit.register(worker.close)
+        return worker
+
+
+def _compile_without_llguidance(spec: Spec, vocabulary: Vocabulary, options: Options) -> Grammar:
+    if not xgrammar.available:
+        raise EngineMissing("no grammar library is installed; install deepinfer-structured[llguidance] (or [xgrammar])")
+    compiled, notes = xgrammar.compile_gated(spec, vocabulary, options)
+    return Grammar(spec, vocabulary, "xgrammar", compiled, notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepinfer_structured.engines.base import EngineGrammar
+from deepinfer_structured.guard import Guard, unique_paths
 from deepinfer_structured.matcher import Matcher
 from deepinfer_structured.spec import Spec
 from deepinfer_structured.vocab import Vocabulary
@@ -19,6 +20,7 @@ class Grammar:
         vocabulary: what it was compiled for.
         engine: the library that enforces it, "llguidance" or "xgrammar".
         compiled: the library's own object.
+        unique: text of the schema whose `uniqueItems` a guard enforces beside the grammar, or "".
         notes: remarks for the user, e.g. keywords that the policy `warn` or `ignore` left out.
     """
 
@@ -27,7 +29,9 @@ class Grammar:
     engine: str
     compiled: EngineGrammar
     notes: tuple[str, ...] = ()
+    unique: str = ""
 
     def matcher(self) -> Matcher:
         """A matcher at the start of the text."""
-        return Matcher(self.compiled.matcher(), self.vocabulary)
+        guard = Guard(unique_paths(self.unique), self.vocabulary) if self.unique else None
+        return Matcher(self.compiled.matcher(), self.vocabulary, guard)

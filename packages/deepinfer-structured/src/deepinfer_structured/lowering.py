@@ -22,16 +22,16 @@ class Lowered:
     """Grammar text for one engine, and remarks for the user.
 
     Attributes:
-        engine: "llguidance" (Lark text) or "xgrammar" (a JSON schema or EBNF).
+        engine: "llguidance"; the text is in its Lark dialect.
         text: what the engine compiles.
         notes: remarks, e.g. a `format` that is only an annotation.
-        form: for xgrammar, "json_schema", "ebnf" or "regex".
+        unique: text of the schema whose `uniqueItems` a guard must enforce, or "".
     """
 
     engine: str
     text: str
     notes: tuple[str, ...] = ()
-    form: str = "lark"
+    unique: str = ""
 
 
 def lower_spec(spec: Spec, options: Options) -> Lowered:
@@ -45,7 +45,7 @@ def lower_spec(spec: Spec, options: Options) -> Lowered:
     match spec.kind:
         case "json_schema" | "json_object":
             found = lower(spec.content if spec.kind == "json_schema" else '{"type": "object"}', options)
-            return Lowered("llguidance", found.lark, found.notes)
+            return Lowered("llguidance", found.lark, found.notes, spec.content if found.guarded else "")
         case "regex":
             return Lowered("llguidance", _regex(spec.content))
         case "choice":

@@ -10,6 +10,7 @@ from deepinfer_structured.errors import MatcherError
 
 if TYPE_CHECKING:
     from deepinfer_structured.engines.base import EngineMatcher
+    from deepinfer_structured.guard import Guard
     from deepinfer_structured.vocab import Vocabulary
 
 
@@ -20,10 +21,11 @@ class Matcher:
     (`is_terminated`), and can be rolled back like any other.
     """
 
-    __slots__ = ("_count", "_ended", "native", "vocabulary")
+    __slots__ = ("_count", "_ended", "guard", "native", "vocabulary")
 
-    def __init__(self, native: EngineMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(self, native: EngineMatcher, vocabulary: Vocabulary, guard: Guard | None = None) -> None:
         self.native = native
+        self.guard = guard
         self.vocabulary = vocabulary
         self._count = 0  # tokens accepted by the library, without the end-of-sequence token
         self._ended = False
@@ -41,11 +43,19 @@ class Matcher:
                 if not self.native.accepting():
                     return i
                 self._ended = True
-            elif not 0 <= token < self.vocabulary.size or self.native.accept([token]) != 1:
+            elif not 0 <= token < len(self.vocabulary.tokens) or not self._accept(token):
                 return i
             else:
                 self._count += 1
         return len(token_ids)
+
+    def _accept(self, token: int) -> bool:
+        if self.native.accept([token]) != 1:
+            return False
+        if self.guard is not None and not self.guard.accept(token):
+            self.native.rollback(1)
+            return False
+        return True
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` accepted tokens.
@@ -61,6 +71,8 @@ class Matcher:
         if count:
             self.native.rollback(count)
             self._count -= count
+            if self.guard is not None:
+                self.guard.rollback(count)
 
     def fill_mask(self, row: Mask) -> None:
         """Write the mask of the next token into a contiguous int32 row of `ceil(vocabulary.size / 32)` words, in place.
@@ -77,6 +89,18 @@ class Matcher:
             set_only(row, self.vocabulary.eos_ids)
         else:
             self.native.fill(row)
+            self.restrict(row)
+
+    def restrict(self, row: Mask) -> None:
+        """Take out of a row that the library has filled what the guard forbids, in place.
+
+        Raises:
+            MatcherError: nothing is left: the grammar asks for another item where no distinct one is possible.
+        """
+        if self.guard is not None:
+            self.guard.restrict(row)
+            if not row.any():
+                raise MatcherError("no distinct array item is left that the schema allows (uniqueItems)")
 
     def fill_draft_masks(self, draft: Sequence[int], rows: Mask) -> int:
         """Masks for a draft block: row i is the mask after the first i draft tokens.
@@ -110,7 +134,8 @@ class Matcher:
 
     def forced_tokens(self) -> list[int]:
         """Tokens that must come next because the grammar leaves one continuation; may be empty."""
-        return [] if self.is_terminated else self.native.forced()
+        forced = [] if self.is_terminated else self.native.forced()
+        return forced if self.guard is None else forced[: self.allows(forced)]
 
     @property
     def is_accepting(self) -> bool:
@@ -124,7 +149,7 @@ class Matcher:
 
     def clone(self) -> Matcher:
         """An independent copy in the same state."""
-        other = Matcher(self.native.clone(), self.vocabulary)
+        other = Matcher(self.native.clone(), self.vocabulary, self.guard and self.guard.clone())
         other._count, other._ended = self._count, self._ended
         return other
 

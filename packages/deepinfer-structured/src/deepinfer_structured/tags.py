@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from deepinfer_structured.config import Options
-from deepinfer_structured.errors import InvalidSpec
+from deepinfer_structured.errors import InvalidSpec, UnsupportedSchema
 from deepinfer_structured.regex import quote
 from deepinfer_structured.regex.search import whole
 from deepinfer_structured.schema.lower import lower
@@ -34,6 +34,10 @@ class _Builder:
 
     def schema(self, schema: Any) -> str:
         found = lower(json.dumps(schema, ensure_ascii=False), self.options)
+        if found.guarded:
+            raise UnsupportedSchema(
+                "", "uniqueItems", "items of many values cannot be kept distinct inside a tag", "drop it"
+            )
         self.notes += found.notes
         name = f"s{len(self.grammars)}"
         self.grammars.append({"name": name, "lark_grammar": found.lark})

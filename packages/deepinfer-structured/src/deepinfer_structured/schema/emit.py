@@ -34,12 +34,11 @@ class Emitter:
         self.out = RuleSet()
         self.out.terminals["FREE"] = _FREE_CHAR
         self.out.terminals["STRING"] = r'"\"" FREE* "\""'
-        self.unique_places: list[str] = []
+        self.guarded = False
         self._rules: dict[Obligation, str] = {}
         self._terminals: dict[str, str] = {}
         self._pending: list[Obligation] = []
         self._count = 0
-        self.at = ""  # pointer of the schema that is being emitted, for messages
 
     def run(self, root: Obligation) -> RuleSet:
         """Emit the rules of an obligation and of all that it leads to; the root rule is `start`."""
@@ -87,16 +86,13 @@ class Emitter:
         """One given value."""
         return _literal(value)
 
-    def guard_unique(self, case: c.Array) -> None:
-        """Distinct items out of many values: no grammar says it."""
-        raise UnsupportedSchema(
-            self.at, "uniqueItems", "items out of an unbounded set cannot be kept distinct", "drop it"
-        )
+    def guard_unique(self) -> None:
+        """Record that distinct items out of many values are left to the guard."""
+        self.guarded = True
 
     def _body(self, obligation: Obligation) -> Expr:
         options: list[Expr] = []
         failure: UnsupportedSchema | None = None
-        self.at = _pointer(obligation)
         for type_ in TYPES:
             for case in self.solver.cases(obligation, type_):
                 try:

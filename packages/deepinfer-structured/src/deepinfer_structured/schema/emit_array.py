@@ -84,7 +84,7 @@ def _unique(emitter: Emitter, case: c.Array) -> Expr | None:
     """Distinct items out of few values: the rule's parameter holds a bit for each value used. None if not so."""
     values = _finite(emitter, case.at(0)) if not _prefix_length(case) and not case.contains else None
     if values is None:
-        emitter.guard_unique(case)
+        emitter.guard_unique()
         return None
     if case.low > len(values):
         return DEAD

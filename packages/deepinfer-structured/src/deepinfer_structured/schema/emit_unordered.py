@@ -70,7 +70,9 @@ def emit(emitter: Emitter, plan: Plan, low: int, high: int | None) -> Expr:
     begin = [(EPSILON, "")] if not offset + needed and not low else []
     begin += options
     emitter.out.rules[first] = Or(tuple(o for o, _ in begin), tuple(t for _, t in begin))
-    emitter.out.rules[more] = Or((EPSILON, *(seq(COMMA, o) for o, _ in options)), (_all(done), *(t for _, t in options)))
+    emitter.out.rules[more] = Or(
+        (EPSILON, *(seq(COMMA, o) for o, _ in options)), (_all(done), *(t for _, t in options))
+    )
     emitter.out.parametric |= {first, more}
     return Ref(first, "0x0")
 

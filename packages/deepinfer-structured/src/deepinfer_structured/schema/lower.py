@@ -18,10 +18,14 @@ from deepinfer_structured.schema.solver import Solver
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A grammar that needs no vocabulary yet, and remarks for the user."""
+    """A grammar that needs no vocabulary yet, and remarks for the user.
+
+    `guarded` says that `uniqueItems` is not in the grammar and needs `deepinfer_structured.guard`.
+    """
 
     lark: str
     notes: tuple[str, ...]
+    guarded: bool = False
 
 
 def lower(text: str, options: Options) -> Lowered:
@@ -59,4 +63,4 @@ def _lower(schema: Any, options: Options) -> Lowered:
     if options.max_whitespace:
         head += f"%ignore /{pattern}/\n"
     notes = [*solver.notes, *(f"narrowed: {e}" for e in solver.dropped)]
-    return Lowered(head + quote.definitions() + rules.lark(), tuple(notes))
+    return Lowered(head + quote.definitions() + rules.lark(), tuple(notes), emitter.guarded)

@@ -1,0 +1,299 @@
+"""Distinct array items (`uniqueItems`), which no grammar expresses: a small JSON reader beside the grammar matcher.
+
+The reader follows the text byte by byte. When an item of a guarded array is complete and equals an earlier one, the token
+that completed it is refused, and such tokens are taken out of the mask. To keep that exact and cheap, a few tokens are
+never offered while a guard is at work: tokens that could complete two items at once, and `\\u` or `\\/` spellings.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+import re
+import weakref
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from deepinfer_structured.bitmask import Mask, mask_words
+from deepinfer_structured.schema.unique_paths import Place, UniquePaths
+from deepinfer_structured.schema.values import canon, load
+from deepinfer_structured.vocab import Vocabulary
+
+_SPACE, _SCALAR = b" \t\n\r", frozenset(b"0123456789+-.eEtrufalsn")
+_LITERALS = {ord("t"): ("boolean", True), ord("f"): ("boolean", False), ord("n"): ("null", None)}
+_RUN = re.compile(rb"([0-9+\-.eEtrufalsn]*)[,\]}\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """An open array or object. `seen` holds the items of a guarded array, `start` the offset of its current item."""
+
+    parent: Frame | None
+    place: Place
+    is_array: bool
+    guarded: bool = False
+    seen: frozenset[Hashable] = frozenset()
+    index: int = 0
+    start: int = 0
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where the reader is. Modes: value, string, scalar, after (a value), key, colon, done; `escaped` within strings."""
+
+    frame: Frame | None
+    mode: str = "value"
+    start: int = 0  # offset of the scalar, string or key being read
+    escaped: bool = False
+
+
+class Reader:
+    """Reads JSON text that a grammar has found well-formed."""
+
+    def __init__(self, paths: UniquePaths) -> None:
+        self.paths = paths
+        self.text = bytearray()
+
+    def run(self, state: State, data: bytes) -> State | None:
+        """Read `data` at the end of the text; None if it repeats an item. The text keeps the data only on success."""
+        length = len(self.text)
+        self.text += data
+        current: State | None = state
+        for offset in range(length, length + len(data)):
+            current = self._byte(current, self.text[offset], offset)
+            if current is None:
+                del self.text[length:]
+                return None
+        return current
+
+    def would_repeat(self, state: State, data: bytes) -> bool:
+        """Whether reading `data` repeats an item; the text is unchanged."""
+        length = len(self.text)
+        repeated = self.run(state, data) is None
+        del self.text[length:]
+        return repeated
+
+    def _byte(self, state: State, byte: int, offset: int) -> State | None:
+        if state.mode in ("string", "key"):
+            if state.escaped or byte == 0x5C:
+                return replace(state, escaped=not state.escaped)
+            if byte != 0x22:
+                return state
+            if state.mode == "string":
+                return self._complete(state.frame, state.start, offset + 1)
+            assert state.frame is not None
+            name = json.loads(bytes(self.text[state.start : offset + 1]))
+            return State(replace(state.frame, key=f"={name}"), "colon")  # '=' tells an empty key from none
+        if state.mode == "scalar":
+            if byte in _SCALAR:
+                return state
+            done = self._complete(state.frame, state.start, offset)
+            return done and self._byte(done, byte, offset)
+        return state if byte in _SPACE else self._structure(state, byte, offset)
+
+    def _structure(self, state: State, byte: int, offset: int) -> State | None:
+        frame, mode = state.frame, state.mode
+        if mode == "colon":
+            return State(frame, "value")
+        if byte in b"]}":
+            assert frame is not None
+            return self._complete(frame.parent, frame.parent.start if frame.parent else 0, offset + 1)
+        if mode == "after":
+            assert frame is not None
+            return State(replace(frame, index=frame.index + 1) if frame.is_array else frame, "value")
+        if frame is not None and not frame.is_array and not frame.key and byte == 0x22:
+            return State(frame, "key", offset)
+        return self._open(frame, byte, offset)
+
+    def _open(self, frame: Frame | None, byte: int, offset: int) -> State | None:
+        if frame is not None:
+            if frame.guarded and _LITERALS.get(byte) in frame.seen:
+                return None  # once begun, a literal has one way to go on
+            frame = replace(frame, start=offset)
+        if byte in b"[{":
+            if frame is None:
+                place = self.paths.root
+            else:
+                place = self.paths.step(frame.place, frame.index if frame.is_array else frame.key[1:])
+            is_array = byte == 0x5B
+            return State(Frame(frame, place, is_array, is_array and self.paths.unique(place)), "value")
+        return State(frame, "string" if byte == 0x22 else "scalar", offset)
+
+    def _complete(self, frame: Frame | None, start: int, end: int) -> State | None:
+        """A value text[start:end] is complete inside `frame`."""
+        if frame is None:
+            return State(None, "done")
+        if frame.guarded:
+            value = canon(load(self.text[start:end].decode()))
+            if value in frame.seen:
+                return None
+            frame = replace(frame, seen=frame.seen | {value})
+        return State(replace(frame, key=""), "after")
+
+
+class Guard:
+    """Follows the tokens of one sequence."""
+
+    __slots__ = ("_reader", "_states", "_tables", "vocabulary")
+
+    def __init__(self, paths: UniquePaths, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._tables = tables(vocabulary)
+        self._reader = Reader(paths)
+        self._states: list[tuple[State, int]] = [(State(None), 0)]
+
+    def accept(self, token: int) -> bool:
+        """Read a token; False, and nothing is read, if it repeats an item."""
+        state = self._reader.run(self._states[-1][0], self.vocabulary.tokens[token])
+        if state is None:
+            return False
+        self._states.append((state, len(self._reader.text)))
+        return True
+
+    def rollback(self, count: int) -> None:
+        """Forget the last `count` tokens."""
+        del self._states[len(self._states) - count :]
+        del self._reader.text[self._states[-1][1] :]
+
+    def clone(self) -> Guard:
+        """An independent copy."""
+        other = Guard(self._reader.paths, self.vocabulary)
+        other._reader.text = self._reader.text[:]
+        other._states = self._states[:]
+        return other
+
+    def restrict(self, row: Mask) -> None:
+        """Take out of a mask what would repeat an item, in place."""
+        row &= self._tables.usual
+        state = self._states[-1][0]
+        frame, depth = state.frame, 1
+        while frame is not None:
+            if frame.guarded and frame.seen:
+                inside = frame is state.frame
+                found = self._next_item(state, frame) if inside else self._closing(state, row, depth)
+                _clear(row, found)
+            frame, depth = frame.parent, depth + 1
+
+    def _next_item(self, state: State, frame: Frame) -> Iterable[int]:
+        """Tokens that would complete the scalar item at hand as a repetition."""
+        if state.mode == "after":
+            return ()
+        table, text = self._tables, bytes(self._reader.text[state.start :]) if state.mode != "value" else b""
+        found: list[int] = []
+        if state.mode in ("value", "string"):
+            if state.escaped:
+                found += table.starting(b"u") + table.starting(b"/")
+            for kind, value in frame.seen:  # pyrefly: ignore
+                spelled = json.dumps(value, ensure_ascii=False).encode() if kind == "string" else b""
+                if spelled and spelled.startswith(text):
+                    found += table.starting(spelled[len(text) :])
+        if state.mode in ("value", "scalar"):
+            for run, ids in table.runs.items():
+                if _scalar(text + run) in frame.seen:
+                    found += ids
+        if state.mode == "value":
+            reader = self._reader
+            found += [t for b, value in _LITERALS.items() if value in frame.seen for t in table.starting(bytes([b]))]
+            found += [t for t in table.spaced if reader.would_repeat(state, self.vocabulary.tokens[t])]
+            found += [t for t in table.empties if reader.would_repeat(state, self.vocabulary.tokens[t])]
+        return found
+
+    def _closing(self, state: State, row: Mask, depth: int) -> list[int]:
+        """Tokens with enough closing brackets to complete a structured item as a repetition."""
+        candidates = row & self._tables.closing
+        bits = np.unpackbits(candidates.view(np.uint8), bitorder="little")
+        tokens, out = self.vocabulary.tokens, []
+        for token in np.flatnonzero(bits).tolist():
+            data = tokens[token]
+            if data.count(b"}") + data.count(b"]") >= depth - 1 and self._reader.would_repeat(state, data):
+                out.append(token)
+        return out
+
+
+def _scalar(text: bytes) -> Hashable:
+    try:
+        return canon(load(text.decode()))
+    except ValueError:
+        return None
+
+
+def _clear(row: Mask, tokens: Iterable[int]) -> None:
+    words = row.view(np.uint32)
+    for token in tokens:
+        words[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << (token % 32)))
+
+
+class Tables:
+    """Token lists of a vocabulary that the guard needs.
+
+    Attributes:
+        usual: mask of the tokens that may be offered under a guard.
+        closing: mask of the tokens with a closing bracket.
+        runs: tokens that end a scalar, by what they add to it.
+        spaced: tokens with text after leading whitespace that may complete an item.
+        empties: tokens that open and close an array or object.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        special = set(vocabulary.special_ids)
+        plain = [(t, i) for i, t in enumerate(vocabulary.tokens) if t and i not in special]
+        self._sorted = sorted(plain)
+        self.usual = np.full(mask_words(vocabulary.size), -1, np.int32)
+        self.closing = np.zeros(mask_words(vocabulary.size), np.int32)
+        self.runs: dict[bytes, list[int]] = {}
+        self.spaced: list[int] = []
+        self.empties: list[int] = []
+        closing = []
+        for token, i in plain:
+            if _unusual(token):
+                _clear(self.usual, [i])
+                continue
+            if b"}" in token or b"]" in token:
+                closing.append(i)
+                if token[:1] in b"[{":
+                    self.empties.append(i)
+            if (run := _RUN.match(token)) and (run.group(1) or token[:1] not in _SPACE):
+                self.runs.setdefault(run.group(1), []).append(i)
+            elif run:
+                self.runs.setdefault(b"", []).append(i)
+            if token[0] in _SPACE and re.search(rb'\s"[^"]*"|\s[0-9.+-]+[,\]}\s]|\s[tfn]', token):
+                self.spaced.append(i)
+        words = self.closing.view(np.uint32)
+        for i in closing:
+            words[i // 32] |= np.uint32(1 << (i % 32))
+
+    def starting(self, prefix: bytes) -> list[int]:
+        """Tokens that start with some bytes."""
+        first = bisect.bisect_left(self._sorted, (prefix, -1))
+        out = []
+        for token, i in self._sorted[first:]:
+            if not token.startswith(prefix):
+                break
+            out.append(i)
+        return out
+
+
+def _unusual(token: bytes) -> bool:
+    """Whether a token could complete two items, or spells a character in a second way."""
+    rest = token.partition(b",")[2]
+    return rest.count(b'"') > 1 or any(b in rest for b in b",]}") or b"\\u" in token or b"\\/" in token
+
+
+_made: weakref.WeakKeyDictionary[Vocabulary, Tables] = weakref.WeakKeyDictionary()
+
+
+def tables(vocabulary: Vocabulary) -> Tables:
+    """The tables of a vocabulary, made once."""
+    if vocabulary not in _made:
+        _made[vocabulary] = Tables(vocabulary)
+    return _made[vocabulary]
+
+
+@functools.lru_cache(maxsize=256)
+def unique_paths(schema_text: str) -> UniquePaths:
+    """The guarded places of a schema, made once."""
+    return UniquePaths(schema_text)
