@@ -81,7 +81,7 @@ def _write_input(path: Path, lines: int, words: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         for n in range(lines):
             topic = n - n % 10 if n % 10 == 9 else n  # one in ten repeats
-            prompt = " ".join(f"w{(topic * 7919 + i * 104729) % 50021}" for i in range(words))
+            prompt = f"request {topic}: " + " ".join(f"w{(topic * 7919 + i * 104729) % 50021}" for i in range(words))
             body: dict[str, Any] = {
                 "messages": [{"role": "user", "content": prompt}],
                 "temperature": 0,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from deepinfer_offline.cli.doctor import examine
+from deepinfer_offline.cli.examine import examine
 from deepinfer_offline.cli.main import call
 from deepinfer_offline.ops.registry import Provider, registry
 

@@ -17,6 +17,7 @@ import pytest
 from deepinfer_offline.engine.options import EngineOptions
 from deepinfer_offline.job import window
 from deepinfer_offline.job.errors import JobError, JobStopped
+from deepinfer_offline.job.fields import PARAMETERS
 from deepinfer_offline.job.options import JobOptions
 from deepinfer_offline.job.progress import SilentReporter
 from deepinfer_offline.job.report import make_report
@@ -458,9 +459,39 @@ def test_a_window_ends_when_its_prompts_are_long(run, monkeypatch):
 
 
 def test_an_error_on_the_planning_thread_ends_the_job(run, monkeypatch):
-    monkeypatch.setattr(window.WindowMaker, "_pending", lambda *args: 1 / 0)
+    monkeypatch.setattr(window.WindowMaker, "_ordered", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(jobs(3))
+    assert run.engines[0].closed
+
+
+def test_a_fault_of_ours_costs_no_other_line_its_answer(run, monkeypatch):
+    real = window.WindowMaker._pending
+
+    def pending(maker, record, *rest):
+        return 1 / 0 if record == 1 else real(maker, record, *rest)
+
+    monkeypatch.setattr(window.WindowMaker, "_pending", pending)
+    results = run(jobs(3))
+    assert [entry["response"] is not None for entry in results] == [True, False, True]
+    assert results[1]["error"] == {
+        "code": "internal_error",
+        "message": "line 2: internal error, ZeroDivisionError: division by zero",
+    }
+
+
+def test_a_job_is_not_continued_on_another_engine(run):
+    interrupt(run, jobs(60))
+    real = run.make_engine
+
+    def make_engine(options):
+        engine = real(options)
+        engine.info = replace(engine.info, dtype="bfloat16")
+        return engine
+
+    run.make_engine = make_engine
+    with pytest.raises(JobError, match=r"dtype float32 then and bfloat16 now.*--fresh"):
+        run(jobs(60))
 
 
 def test_an_empty_input_is_answered_with_nothing(run):
@@ -659,6 +690,40 @@ def test_the_time_of_the_job_can_be_fixed(run, monkeypatch):
     run(jobs(3), fresh=True)
     assert run.output.read_bytes() == first
     assert json.loads(first.split(b"\n")[0])["response"]["body"]["created"] == 12345
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 300) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+bodies = st.dictionaries(st.sampled_from(sorted(PARAMETERS)), json_values, max_size=3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([CHAT, TEXT]), bodies), max_size=30))
+def test_any_bodies_have_one_answer_a_line(tmp_path_factory, asked):
+    runner = Runner(tmp_path_factory.mktemp("any"))
+    required = {CHAT: {"messages": [{"role": "user", "content": "x"}]}, TEXT: {"prompt": "x"}}
+    lines = [line(str(n), url, **{**required[url], **body}) for n, (url, body) in enumerate(asked)]
+    results = runner(lines)
+    assert [entry["custom_id"] for entry in results if entry["custom_id"]] == [
+        str(n) for n, entry in enumerate(results) if entry["custom_id"]
+    ]
+    for entry in results:
+        assert entry["error"] is None, entry
+        assert entry["response"]["status_code"] in (200, 400, 404)
+
+
+def test_a_line_of_any_depth_is_answered(run):
+    def nested(depth):
+        return "[" * depth + "]" * depth
+
+    raw = json.dumps(chat("a", "x", structured_outputs={"json": {"enum": "HERE"}}, temperature=0))
+    results = run([raw.replace('"HERE"', nested(depth)) for depth in (50, 90, 120, 260, 900, 990, 5000)])
+    codes = [entry["response"]["status_code"] == 200 or error_of(entry)["code"] for entry in results]
+    assert codes[0] is True
+    assert set(codes[2:]) == {"invalid_json"}
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

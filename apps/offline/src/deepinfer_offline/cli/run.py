@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,6 +124,9 @@ def run(
     data_parallel: Annotated[
         int, typer.Option(parser=_whole, metavar="N", help="Copies of the model.", rich_help_panel=_DEVICES)
     ] = 1,
+    ray: Annotated[
+        int, typer.Option(parser=_whole, metavar="N", help="Run N engines on a Ray cluster.", rich_help_panel=_DEVICES)
+    ] = 0,
     expert_parallel: Annotated[
         bool, typer.Option("--expert-parallel", help="Spread a mixture's experts.", rich_help_panel=_DEVICES)
     ] = False,
@@ -191,6 +195,7 @@ def run(
         fresh=fresh,
         quiet=quiet,
         served_names=tuple(served_model_name or ()),
+        ray=ray,
     )
     return _run(options, traceback)
 
@@ -203,7 +208,7 @@ def _run(options: JobOptions, traceback: bool) -> int:
     from deepinfer_offline.job.run import Job
 
     with open_reporter(options.quiet) as reporter:
-        job = Job(options, _make_engine, reporter)
+        job = Job(options, _make_engine if not options.ray else partial(_make_fleet, options.ray), reporter)
         status = _attempt(job, options, traceback, reporter.close)
     report = make_report(job.facts)
     if options.report is not None and (job.facts.finished or job.facts.records):
@@ -230,6 +235,12 @@ def _make_engine(options: EngineOptions) -> Engine:
     from deepinfer_offline.engine.factory import build_engine
 
     return build_engine(options)
+
+
+def _make_fleet(count: int, options: EngineOptions) -> Engine:
+    from deepinfer_offline.job.fleet import open_fleet
+
+    return open_fleet(options, count, _make_engine)
 
 
 def _kept(options: JobOptions) -> str:

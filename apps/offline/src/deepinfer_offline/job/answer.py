@@ -57,9 +57,9 @@ def refusal(key: str, custom_id: str | None, number: int, error: LineError) -> b
     return _result(key, custom_id, {"status_code": error.status, "request_id": f"req_{key}", "body": body}, None)
 
 
-def failure(key: str, custom_id: str, number: int, message: str) -> bytes:
-    """The OUTPUT line of a request that the engine failed on: no response, only an error."""
-    return _result(key, custom_id, None, {"code": "engine_error", "message": f"line {number}: {message}"})
+def failure(key: str, custom_id: str | None, number: int, message: str, code: str = "engine_error") -> bytes:
+    """The OUTPUT line of a request that the engine (or this program) failed on: no response, only an error."""
+    return _result(key, custom_id, None, {"code": code, "message": f"line {number}: {message}"})
 
 
 def success(key: str, kind: Kind, custom_id: str, stamp: Stamp, output: RequestOutput, choices: list[Any]) -> bytes:

@@ -109,7 +109,7 @@ def _logprobs(clean: dict[str, Any]) -> int | None:
 def _template(clean: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
     options = {name: clean[name] for name in _TEMPLATE if name in clean}
     for name in clean.get("chat_template_kwargs", {}):
-        if name in ("messages", "tools", *_TEMPLATE):
+        if name in ("self", "messages", "tools", *_TEMPLATE) or not name.isidentifier():
             raise LineError(f"chat_template_kwargs may not set {show(name)}", param=f"chat_template_kwargs.{name}")
     options.update(clean.get("chat_template_kwargs", {}))
     if options.get("continue_final_message"):

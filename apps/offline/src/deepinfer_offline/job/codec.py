@@ -13,6 +13,9 @@ try:
 except ImportError:  # the standard library writes the same bytes, only slower
     orjson = None
 
+MAX_DEPTH = 100
+"""Levels of lists and objects in a line: JSON writers and chat templates recurse, and orjson stops at 254."""
+
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -70,7 +73,18 @@ def decode_line(raw: bytes) -> Any:
         raise LineError(f"the line is not valid JSON: {error.msg} {where}", code="invalid_json") from None
     except ValueError as error:  # integers of more digits than Python converts, NaN
         raise LineError(f"the line is not valid JSON: {error}", code="invalid_json") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise LineError(f"the line is nested more than {MAX_DEPTH} levels deep", code="invalid_json")
     return value
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [item for item in level if isinstance(item, dict | list)]
+        level = [entry for item in inner for entry in (item.values() if isinstance(item, dict) else item)]
+    return depth
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class JobOptions:
         fresh: throw away what an earlier run with this OUTPUT answered.
         quiet: print nothing but errors.
         served_names: further model names that lines may ask for.
+        ray: engines on a Ray cluster; 0 runs one engine in this process.
 
     Raises:
         OptionsError: a value is outside what its option allows.
@@ -43,10 +44,13 @@ class JobOptions:
     fresh: bool = False
     quiet: bool = False
     served_names: tuple[str, ...] = ()
+    ray: int = 0
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise OptionsError(f"--order {self.order!r} is not one of {', '.join(ORDERS)}")
+        if self.ray < 0:
+            raise OptionsError(f"--ray must be at least 1, got {self.ray}")
         if self.retry_errors and self.fresh:
             raise OptionsError("--retry-errors keeps good answers and --fresh throws them away; give one of them")
 
@@ -61,8 +65,15 @@ class JobOptions:
         What only changes speed or memory is not among them, so that a run that ran out of memory can go on with less.
         """
         engine = self.engine
-        shaping = {"model": _model_identity(engine.model), "engine": engine.engine, "device": engine.device}
-        return {**shaping, "dtype": engine.dtype, "seed": engine.seed, "max-model-len": engine.max_model_len or 0}
+        shaping: dict[str, str | int] = {
+            "model": _model_identity(engine.model),
+            "engine": engine.engine,
+            "device": engine.device,
+        }
+        shaping |= {"dtype": engine.dtype, "seed": engine.seed, "max-model-len": engine.max_model_len or 0}
+        # a sampled answer depends on how drafts are verified, though its distribution does not
+        shaping["speculative"] = engine.speculative
+        return {**shaping, "engine-arg": " ".join(f"{name}={value}" for name, value in engine.engine_args)}
 
     def fingerprint(self) -> str:
         """16 hex digits that change when an option that shapes answers does."""

@@ -52,41 +52,18 @@ class Facts:
 def make_report(facts: Facts) -> dict[str, Any]:
     """Arrange the report. Rates of things that did not happen are null."""
     tally, stats = facts.tally, facts.stats or EngineStats()
-    running = facts.seconds.get("running", 0.0)
-    computed = tally.answered + tally.refused + tally.failed
-    hit_rate = _ratio(stats.cached_tokens, stats.prompt_tokens)
     return {
         "input": facts.input,
         "output": facts.output,
         "finished": facts.finished,
-        "counts": {
-            "total": facts.records,
-            "answered": facts.answered,
-            "failed": facts.failed,
-            "resumed": facts.resumed,
-            "computed": computed,
-            "deduplicated": facts.deduplicated,
-            "refused": tally.refused,
-            "engine_failures": tally.failed,
-        },
+        "counts": _counts(facts),
         "tokens": {
             "input": tally.prompt_tokens,
             "input_cached": tally.cached_tokens,
             "input_computed": stats.computed_prompt_tokens,
             "output": tally.completion_tokens,
         },
-        "tokens_per_second": {
-            "total": _ratio(tally.prompt_tokens + tally.completion_tokens, running),
-            "output": _ratio(tally.completion_tokens, running),
-            "prefill": _ratio(stats.computed_prompt_tokens, stats.prefill_seconds),
-            "decode": _ratio(stats.generated_tokens, stats.decode_seconds),
-        },
-        "prefix_cache": {
-            "hit_rate": hit_rate,
-            "bound": facts.bound.rate if facts.bound.tokens else None,
-            "of_bound": _ratio(hit_rate or 0.0, facts.bound.rate),
-            "windows": facts.bound.windows,
-        },
+        **_speed(facts, stats),
         "speculation": {
             "drafted": stats.drafted_tokens,
             "accepted": stats.accepted_tokens,
@@ -100,16 +77,47 @@ def make_report(facts: Facts) -> dict[str, Any]:
             "tool_calls": tally.tool_calls,
         },
         "answers_cut_by_length": tally.by_length,
-        "engine": {
-            **(asdict(facts.info) if facts.info else {}),
-            "steps": stats.steps,
-            "preemptions": stats.preemptions,
-        },
-        "engine_seconds": {"prefill": stats.prefill_seconds, "decode": stats.decode_seconds, **stats.extra},
+        "engine": asdict(facts.info) if facts.info else None,
+        "steps": stats.steps,
+        "preemptions": stats.preemptions,
         "seconds": {**facts.seconds, "total": sum(facts.seconds.values())},
         "peak_memory_bytes": {"process": peak_memory(), "device": _device_peak(facts.info)},
         "options": facts.options,
         "versions": versions(),
+    }
+
+
+def _counts(facts: Facts) -> dict[str, int]:
+    tally = facts.tally
+    return {
+        "total": facts.records,
+        "answered": facts.answered,
+        "failed": facts.failed,
+        "resumed": facts.resumed,
+        "computed": tally.answered + tally.refused + tally.failed,
+        "deduplicated": facts.deduplicated,
+        "refused": tally.refused,
+        "engine_failures": tally.failed,
+    }
+
+
+def _speed(facts: Facts, stats: EngineStats) -> dict[str, Any]:
+    tally, running = facts.tally, facts.seconds.get("running", 0.0)
+    hit_rate = _ratio(stats.cached_tokens, stats.prompt_tokens)
+    return {
+        "tokens_per_second": {
+            "total": _ratio(tally.prompt_tokens + tally.completion_tokens, running),
+            "output": _ratio(tally.completion_tokens, running),
+            "prefill": _ratio(stats.computed_prompt_tokens, stats.prefill_seconds),
+            "decode": _ratio(stats.generated_tokens, stats.decode_seconds),
+        },
+        "prefix_cache": {
+            "hit_rate": hit_rate,
+            "bound": facts.bound.rate if facts.bound.tokens else None,
+            "of_bound": _ratio(hit_rate or 0.0, facts.bound.rate),
+            "windows": facts.bound.windows,
+        },
+        "engine_seconds": {"prefill": stats.prefill_seconds, "decode": stats.decode_seconds, **stats.extra},
     }
 
 

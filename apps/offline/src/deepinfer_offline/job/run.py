@@ -16,7 +16,7 @@ from deepinfer_offline.job.errors import JobError, JobStopped
 from deepinfer_offline.job.feed import Feed
 from deepinfer_offline.job.journal import Journal
 from deepinfer_offline.job.lock import open_locked
-from deepinfer_offline.job.loop import JobLoop, Tally
+from deepinfer_offline.job.loop import MAX_IN_FLIGHT, JobLoop, Tally
 from deepinfer_offline.job.options import JobOptions
 from deepinfer_offline.job.output import read_finished, write_output
 from deepinfer_offline.job.places import check_places
@@ -137,8 +137,11 @@ class Job:
             engine = self._make_engine(options.engine)
         try:
             facts.info = info = engine.info
+            where = {"engine": info.engine, "dtype": info.dtype, "device": info.device.split(" ")[0]}
             if not journal.header or options.fresh:
-                journal.start(self._header(index), len(index))
+                journal.start({**self._header(index), "where": where}, len(index))
+            elif journal.header.get("where", where) != where:
+                _refuse_other_engine(journal, where)
             stamp = Stamp(options.fingerprint(), info.model, int(journal.header["created"]))
             preparer = Preparer(info, engine.tokenizer, (info.model, *options.names()), options.engine.seed)
             by_prefix = options.order == "prefix"
@@ -147,7 +150,9 @@ class Job:
             with self._phase("running", len(index)):
                 feed = Feed(maker.windows, source.lines())
                 try:
-                    self._loop(JobLoop(engine, feed, journal, stamp, work.lines), engine, work.done)
+                    in_flight = MAX_IN_FLIGHT * max(1, options.ray)
+                    loop = JobLoop(engine, feed, journal, stamp, work.lines, in_flight)
+                    self._loop(loop, engine, work.done)
                 finally:
                     feed.close()
         finally:
@@ -214,6 +219,17 @@ def _check_same(old: dict[str, Any], new: dict[str, Any], options: JobOptions) -
             raise JobError(
                 f"{journal} was begun with --{name} {before.get(name)} and this is {now.get(name)}; {way_out}"
             )
+
+
+def _refuse_other_engine(journal: Journal, now: dict[str, str]) -> None:
+    """What `auto` stands for differs between machines, and a half of the answers from each is no one's result."""
+    before = journal.header["where"]
+    changes = ", ".join(
+        f"{name} {before.get(name)} then and {now[name]} now" for name in now if before.get(name) != now[name]
+    )
+    raise JobError(
+        f"{journal.path} was begun on another engine ({changes}); name it by flags or start over with --fresh"
+    )
 
 
 def _shown(options: JobOptions) -> dict[str, Any]:

@@ -102,3 +102,5 @@ def _judge(line: Line) -> tuple[bytes, bytes, bool]:
         return id_hash, greedy_key(parse_request(value)) or _EMPTY, False
     except LineError:
         return id_hash, _EMPTY, True
+    except Exception:  # a fault of ours: the second pass answers the line with it
+        return id_hash, _EMPTY, True

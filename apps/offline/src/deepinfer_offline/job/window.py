@@ -9,8 +9,8 @@ import numpy as np
 from deepinfer_sched import plan_job
 from numpy.typing import NDArray
 
-from deepinfer_offline.job.answer import Stamp, refusal
-from deepinfer_offline.job.errors import LineError
+from deepinfer_offline.job.answer import NO_RESPONSE, Stamp, failure, refusal
+from deepinfer_offline.job.errors import LineError, show
 from deepinfer_offline.job.lines import Line
 from deepinfer_offline.job.pending import Pending, Refused
 from deepinfer_offline.job.prepare import Preparer
@@ -114,13 +114,16 @@ class WindowMaker:
             first = int(self._index.same_id[record])
             if first >= 0:
                 raise LineError(
-                    f"custom_id {custom_id!r} is used on line {self._index.numbers[first]} already",
+                    f"custom_id {show(custom_id)} is used on line {self._index.numbers[first]} already",
                     code="duplicate_custom_id",
                     param="custom_id",
                 )
             return self._pending(record, line, key, parse_request(value))
         except LineError as error:
             return Refused(record, error.status, refusal(key, custom_id, line.number, error))
+        except Exception as error:  # a fault of ours must not cost the other lines their answers
+            reason = f"internal error, {type(error).__name__}: {error}"
+            return Refused(record, NO_RESPONSE, failure(key, custom_id, line.number, reason, "internal_error"))
 
     def _pending(self, record: int, line: Line, key: str, task: Task) -> Pending:
         request, text = self._preparer.prepare(task, key)
