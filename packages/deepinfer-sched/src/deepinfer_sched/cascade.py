@@ -91,8 +91,6 @@ def _best(common: list[int], first: int, last: int, min_pages: int, level: int =
         rest = [row for part in parts for row in part[2]]
         if shared >= min_pages and len(rest) > 1:  # those that found no longer prefix share the short one
             saved, groups, rest = saved + (len(rest) - 1) * shared, [*groups, (rest, shared)], []
-    return (
-        (saved, groups, rest)
-        if saved >= own and groups
-        else (own, [(rows, shared)] if own else [], [] if own else rows)
-    )
+    if own > saved:
+        return own, [(rows, shared)], []
+    return saved, groups, rest
