@@ -91,6 +91,8 @@ class GgufTensors:
         for suffix, heads in self._heads.items():
             if suffix in name:
                 values = _halves_first(values, heads)
+        if not values.flags.writeable:  # a view of the file: torch wants memory of its own
+            values = values.copy()
         return torch.from_numpy(np.ascontiguousarray(values))
 
     def close(self) -> None:

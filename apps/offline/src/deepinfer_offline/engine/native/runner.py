@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepinfer_sched import StepPlan
+
 from deepinfer_offline.engine.native.batch import (
     PromptRows,
     SampleRows,
@@ -23,7 +25,6 @@ from deepinfer_offline.engine.native.worker import InlineWorker, ThreadWorker, W
 from deepinfer_offline.models.base import Model
 from deepinfer_offline.sampling.batch import Logprobs, SampledTokens, SamplingBatch
 from deepinfer_offline.sampling.logprobs import gather_logprobs
-from deepinfer_sched import StepPlan
 
 SampleFn = Callable[[torch.Tensor, SamplingBatch], SampledTokens]
 """`Sampler.__call__`: float32 logits [n, vocab] and the rows -> drawn tokens."""
@@ -105,11 +106,14 @@ class ModelRunner:
     ) -> None:
         options = model.options
         self.model = model
-        self.tokens = TokenBuffer(options.max_running, options.max_model_len + 1 + max_drafts, options.device)
         self._tables = tables
         self._sample = sample
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
         self._worker: Worker = ThreadWorker(threads) if threads else InlineWorker()
+        columns = options.max_model_len + 1 + max_drafts
+        # Made in the worker too: every other thread that ever ran a parallel torch operation keeps a team of kernel
+        # threads, and OpenMP cuts the spinning of all teams short when they outnumber the processors.
+        self.tokens = self._worker.submit(lambda: TokenBuffer(options.max_running, columns, options.device)).result()
         self.cache: Any = self._worker.submit(lambda: model.allocate_cache(num_blocks)).result()
 
     # --- sequences -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer
 from deepinfer_offline.models.llama.weights import EMBED, HEAD, NORM, expected_shapes, read_layers
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
 from deepinfer_offline.ops.rope import rope_table
+from deepinfer_offline.weights.loading import run_in_thread
 from deepinfer_offline.weights.source import ModelSource
 
 
@@ -26,6 +27,9 @@ class LlamaCache:
 
 class LlamaModel:
     """A loaded Llama-family model. See `deepinfer_offline.models.base.Model`."""
+
+    default_block_size = 32
+    """Positions of a block where the user names none: what the CPU kernels read at once."""
 
     def __init__(self, config: LlamaConfig, options: ModelOptions, top: dict[str, torch.Tensor], ops: LayerOps) -> None:
         self.config, self.options, self.ops = config, options, ops
@@ -42,6 +46,10 @@ class LlamaModel:
 
     @classmethod
     def load(cls, source: ModelSource, options: ModelOptions) -> LlamaModel:
+        return run_in_thread(lambda: cls._load(source, options))
+
+    @classmethod
+    def _load(cls, source: ModelSource, options: ModelOptions) -> LlamaModel:
         config = LlamaConfig.parse(source.config)
         ops = LayerOps.select(attention_shape(config, options))
         with torch.inference_mode():
