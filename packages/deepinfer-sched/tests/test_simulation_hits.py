@@ -15,17 +15,17 @@ def prefixes(request):
     return [tuple(request[: i + 1]) for i in range(len(request))]
 
 
-def plain_lru(requests, capacity):
-    """Most recent first; a request's first block is its most recent."""
+def plain_lru(requests, capacity, heads_last):
+    """A list of blocks, most recent first."""
     stack, hits = [], 0
     for request in requests:
         blocks = prefixes(request)
         for block in blocks:
-            if block not in stack[:capacity]:
+            if block not in stack:
                 break
             hits += 1
-        stack = blocks + [block for block in stack if block not in blocks]
-        stack = stack[:capacity]
+        used = blocks if heads_last else blocks[::-1]
+        stack = (used + [block for block in stack if block not in blocks])[:capacity]
     return hits
 
 
@@ -49,13 +49,12 @@ def plain_min(requests, capacity):
     return hits
 
 
-@given(jobs, capacities)
-def test_lru(requests, capacity):
+@given(jobs, capacities, st.booleans())
+def test_lru(requests, capacity, heads_last):
     plan = plan_blocks(requests, block_size=1)
-    arrival = np.arange(len(requests))
-    assert replay_lru(plan.tree, arrival, capacity) == plain_lru(requests, capacity)
-    ordered = [requests[i] for i in plan.order]
-    assert replay_lru(plan.tree, plan.order, capacity) == plain_lru(ordered, capacity)
+    for order in (np.arange(len(requests)), plan.order):
+        found = replay_lru(plan.tree, order, capacity, heads_last=heads_last)
+        assert found == plain_lru([requests[i] for i in order], capacity, heads_last)
 
 
 @given(jobs, capacities)
@@ -68,7 +67,9 @@ def test_next_use(requests, capacity):
 def test_next_use_is_never_worse_and_nothing_beats_the_bound(requests, capacity):
     plan = plan_blocks(requests, block_size=1)
     arrival = np.arange(len(requests))
-    lru, best = replay_lru(plan.tree, arrival, capacity), replay_next_use(plan.tree, arrival, capacity)
+    lru = replay_lru(plan.tree, arrival, capacity, heads_last=True)
+    best = replay_next_use(plan.tree, arrival, capacity)
     endless = plan.tree.total_blocks - plan.tree.distinct_blocks
+    assert replay_lru(plan.tree, arrival, capacity) <= best
     assert lru <= best <= endless
     assert replay_lru(plan.tree, arrival, plan.tree.distinct_blocks) == endless

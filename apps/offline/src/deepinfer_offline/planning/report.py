@@ -12,7 +12,14 @@ from deepinfer_sched import JobPlan, SharedPrefix, replay_lru, replay_next_use
 
 @dataclass(frozen=True, slots=True)
 class SizeReport:
-    """Hit rates, as fractions of the job's blocks, with a cache of `cache_blocks` blocks."""
+    """Hit rates, as fractions of the job's blocks, with a cache of `cache_blocks` blocks.
+
+    Attributes:
+        cache_blocks: size of the cache.
+        arrival_lru: requests as they come, textbook LRU.
+        planned_lru: in planned order, LRU as this engine evicts: of a finished request's blocks the last one first.
+        planned_next_use: in planned order, the block whose next use is farthest away first.
+    """
 
     cache_blocks: int
     arrival_lru: float
@@ -70,7 +77,7 @@ def make_report(plan: JobPlan, cache_blocks: Sequence[int], advice: Sequence[str
         SizeReport(
             cache_blocks=size,
             arrival_lru=replay_lru(tree, arrival, size) / total,
-            planned_lru=replay_lru(tree, plan.order, size) / total,
+            planned_lru=replay_lru(tree, plan.order, size, heads_last=True) / total,
             planned_next_use=replay_next_use(tree, plan.order, size) / total,
         )
         for size in sorted(set(cache_blocks))

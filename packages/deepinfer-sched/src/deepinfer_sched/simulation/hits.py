@@ -7,9 +7,9 @@ request instead of a few a block.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from heapq import heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,22 +18,29 @@ from deepinfer_sched.job.tree import PrefixTree
 _NEVER = np.iinfo(np.int64).max
 
 
-def replay_lru(tree: PrefixTree, order: np.ndarray, cache_blocks: int) -> int:
+def replay_lru(tree: PrefixTree, order: np.ndarray, cache_blocks: int, *, heads_last: bool = False) -> int:
     """Blocks found when requests run in `order` over an LRU cache of `cache_blocks` blocks.
 
-    A request touches its last block first: a prefix is worth more than what follows it, and outlives it.
+    Args:
+        tree: the job.
+        order: int [n], request indices.
+        cache_blocks: blocks that the cache holds.
+        heads_last: False is the textbook: a request uses its blocks first to last, so its last block is its most recent
+            one. True is what paged caches do when they release a request, ours included: of one request's blocks the
+            last is evicted first, so that a prefix outlives what follows it. A little better when memory is short.
     """
     segments, offsets = _paths(tree, order)
-    sizes, levels = tree.blocks.tolist(), segments.tolist()
-    bounds = offsets.tolist()
-    resident: OrderedDict[int, int] = OrderedDict()  # segment -> leading blocks in the cache; the oldest comes first
+    sizes, path, bounds = tree.blocks.tolist(), segments.tolist(), offsets.tolist()
+    resident: OrderedDict[int, int] = OrderedDict()  # segment -> blocks in the cache; the oldest comes first
     used = hits = 0
-    for begin, end in itertools.pairwise(bounds):
-        for index in range(end - 1, begin - 1, -1):
-            segment = levels[index]
+    for begin, end in pairwise(bounds):
+        whole = True  # textbook: the head of a segment goes first, so what is left of it is of no use
+        for segment in reversed(path[begin:end]) if heads_last else path[begin:end]:
             size = sizes[segment]
             found = resident.pop(segment, 0)
-            hits += found
+            whole &= found == size
+            if heads_last or whole:
+                hits += found
             used += size - found
             resident[segment] = size
         while used > cache_blocks:
@@ -56,7 +63,7 @@ def replay_next_use(tree: PrefixTree, order: np.ndarray, cache_blocks: int) -> i
     due = [0] * len(sizes)  # the next use of each resident segment
     heap: list[tuple[int, int, int]] = []  # (-next use, -level, segment); outdated entries are skipped
     used = hits = 0
-    for begin, end in itertools.pairwise(bounds):
+    for begin, end in pairwise(bounds):
         for index in range(begin, end):
             segment = path[index]
             hits += resident[segment]
