@@ -18,7 +18,9 @@ class CacheGroup:
     Attributes:
         name: unique within a model, e.g. `"kv"`, `"global"`, `"swa"`.
         kind: `prefix` keeps every position and can be shared between sequences; `window` keeps the last `window`
-            positions of a running sequence; `state` is one fixed-size record a sequence.
+            positions of a running sequence; `state` is one fixed-size record a sequence, which the rows computed after
+            a hit must be able to rebuild (V4.1's open pairs are; a recurrent state is not: then set
+            `CacheConfig.enable_prefix_cache=False`).
         block_size: tokens that one block covers. `state` groups have one block a sequence, whatever this says.
         tokens_per_entry: positions that one stored entry stands for (the compress ratio r of V4.1's global KV).
         entry_bytes: bytes of one entry over all layers of the group; only memory sizing reads it.
