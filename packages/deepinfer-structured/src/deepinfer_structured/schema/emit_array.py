@@ -106,7 +106,7 @@ def _unique(emitter: Emitter, case: c.Array) -> Expr | None:
 def _counting(emitter: Emitter, case: c.Array) -> Expr:
     """Items under `contains`: one rule for each position (up to where positions stop to matter) and counts."""
     rules = case.contains
-    last = max([_prefix_length(case), case.low, case.high or 0, *(r.start for r in rules)])
+    last = max([1, _prefix_length(case), case.low, case.high or 0, *(r.start for r in rules)])
     caps = [r.low if r.high is None else r.high for r in rules]
     states = (last + 1) * _product(cap + 1 for cap in caps)
     if states > _MAX_STATES:

@@ -30,44 +30,40 @@ class Plan:
     witnesses: tuple[Expr, ...]
 
 
-def _counter_bits(plan: Plan, low: int, high: int | None) -> int:
-    """Bits of a counter of properties; 0 where the bounds are met by any text that the bits of names allow."""
+def _counted_extras(plan: Plan, low: int, high: int | None) -> int:
+    """How many unnamed properties must be told apart; 0 where the bounds hold for whatever the names allow."""
     sure = sum(p.required for p in plan.named) + len(plan.witnesses)
     most = len(plan.named) if plan.extra == DEAD and not plan.witnesses else None
     if low <= sure and (high is None or (most is not None and most <= high)):
         return 0
-    return max(low, high or 0, 1).bit_length() + 1
+    return max(low if high is None else high, 1)
 
 
 def fits(plan: Plan, low: int, high: int | None) -> bool:
-    """Whether the names and the counter fit the bits of a parameter."""
-    return len(plan.named) + len(plan.witnesses) + _counter_bits(plan, low, high) <= _BITS
+    """Whether a bit for each name, and for each unnamed property that counts, fits into a parameter."""
+    return len(plan.named) + len(plan.witnesses) + _counted_extras(plan, low, high) <= _BITS
 
 
 def emit(emitter: Emitter, plan: Plan, low: int, high: int | None) -> Expr:
     """All properties with their commas, `low` to `high` of them."""
     ordered = sorted(plan.named, key=lambda p: not p.required)  # stable: required first, so that one test covers them
-    needed = sum(p.required for p in ordered)
-    steps: list[tuple[Expr, str, str]] = [(w, f"set_bit({i})", "") for i, w in enumerate(plan.witnesses)]
-    offset = len(steps)
-    steps += [(p.pair, f"set_bit({i})", f"bit_clear({i})") for i, p in enumerate(ordered, offset)]
+    needed = len(plan.witnesses) + sum(p.required for p in ordered)
+    counted = _counted_extras(plan, low, high)
+    steps: list[tuple[Expr, str, str]] = [
+        (w, f"set_bit({i})", f"bit_clear({i})" if counted else "") for i, w in enumerate(plan.witnesses)
+    ]
+    steps += [(p.pair, f"set_bit({i})", f"bit_clear({i})") for i, p in enumerate(ordered, len(steps))]
+    names = len(steps)
     if plan.extra != DEAD:
-        steps.append((plan.extra, "_", ""))
+        steps += _extras(plan.extra, names, counted, high)
     if high == 0 or not steps:
-        return EPSILON if not offset + needed and not low else DEAD
-    first, more = emitter.fresh("p"), emitter.fresh("p")
-    width = _counter_bits(plan, low, high)
-    counter = f"[{offset + len(ordered)}:{offset + len(ordered) + width}]"
-    after = more
-    if width:
-        after = emitter.fresh("p")
-        emitter.out.rules[after] = Ref(more, f"incr({counter})")
-        emitter.out.parametric.add(after)
-    done = [f"is_ones([0:{offset + needed}])"] if offset + needed else []
-    done += [f"ge({counter}, {low})"] if width and low else []
-    room = [f"lt({counter}, {high})"] if width and high is not None else []
-    options = [(seq(body, Ref(after, change)), _all([test, *room])) for body, change, test in steps]
-    begin = [(EPSILON, "")] if not offset + needed and not low else []
+        return EPSILON if not needed and not low else DEAD
+    first, more, bits = emitter.fresh("p"), emitter.fresh("p"), f"[0:{names + counted}]"
+    room = [f"bit_count_lt({bits}, {high})"] if counted and high is not None else []
+    done = [f"is_ones([0:{needed}])"] if needed else []
+    done += [f"bit_count_ge({bits}, {low})"] if counted and low else []
+    options = [(seq(body, Ref(more, change)), _all([test, *room])) for body, change, test in steps]
+    begin = [(EPSILON, "")] if not needed and not low else []
     begin += options
     emitter.out.rules[first] = Or(tuple(o for o, _ in begin), tuple(t for _, t in begin))
     emitter.out.rules[more] = Or(
@@ -75,6 +71,17 @@ def emit(emitter: Emitter, plan: Plan, low: int, high: int | None) -> Expr:
     )
     emitter.out.parametric |= {first, more}
     return Ref(first, "0x0")
+
+
+def _extras(extra: Expr, offset: int, counted: int, high: int | None) -> list[tuple[Expr, str, str]]:
+    """Steps for unnamed properties. The first `counted` of them set one bit each, in turn."""
+    steps = []
+    for i in range(offset, offset + counted):
+        turn = [f"bit_clear({i})", *([f"bit_set({i - 1})"] if i > offset else [])]
+        steps.append((extra, f"set_bit({i})", _all(turn)))
+    if not counted:
+        return [(extra, "_", "")]
+    return steps if high is not None else [*steps, (extra, "_", f"bit_set({offset + counted - 1})")]
 
 
 def _all(tests: list[str]) -> str:

@@ -100,13 +100,49 @@ class RuleSet:
                 reached.add(name)
                 todo += _references(self.rules[name])
         self.rules = {n: b for n, b in self.rules.items() if n in reached}
+        while idle := {n for n in self.parametric if n not in self.rules or not self._uses_parameter(self.rules[n])}:
+            self.parametric -= idle
+
+    def _uses_parameter(self, expr: Expr) -> bool:
+        match expr:
+            case Ref(name, parameter):
+                return name in self.parametric and not parameter.startswith("0x")
+            case Seq(parts):
+                return any(self._uses_parameter(p) for p in parts)
+            case Or(options, conditions):
+                return any(conditions) or any(self._uses_parameter(o) for o in options)
+            case Many(body, _, _):
+                return self._uses_parameter(body)
+        return False
 
     def lark(self) -> str:
         """The rules and terminals as Lark text."""
-        lines = [f"{n}{'::_' if n in self.parametric else ''}: {_print(b, top=True)}" for n, b in self.rules.items()]
+        lines = [
+            f"{n}{'::_' if n in self.parametric else ''}: {self._print(b, top=True)}" for n, b in self.rules.items()
+        ]
         used = set(re.findall(r"\b[A-Z]\w*", "\n".join(lines))) | {"FREE"}
         lines += [f"{name}: {text}" for name, text in self.terminals.items() if name in used]
         return "\n".join(lines) + "\n"
+
+    def _print(self, expr: Expr, *, top: bool = False) -> str:
+        match expr:
+            case Term(text):
+                return text
+            case Ref(name, parameter):
+                return f"{name}::{parameter}" if parameter and name in self.parametric else name
+            case Seq(parts):
+                return " ".join(self._print(p) for p in parts) if parts else '""'
+            case Or(options, conditions):
+                texts = [self._print(o) for o in options]
+                if conditions:
+                    texts = [
+                        f"{text} %if {test}" if test else text for text, test in zip(texts, conditions, strict=True)
+                    ]
+                return "\n  | ".join(texts) if top else f"({' | '.join(texts)})"
+            case Many(body, low, high):
+                inner = self._print(body) if isinstance(body, Or) else f"({self._print(body)})"
+                mark = {(0, 1): "?", (0, None): "*", (1, None): "+"}.get((low, high))
+                return inner + (mark or f"{{{low},{'' if high is None else high}}}")
 
 
 def _productive(expr: Expr, known: set[str]) -> bool:
@@ -147,22 +183,3 @@ def _references(expr: Expr) -> list[str]:
         case Many(body, _, _):
             return _references(body)
     return []
-
-
-def _print(expr: Expr, *, top: bool = False) -> str:
-    match expr:
-        case Term(text):
-            return text
-        case Ref(name, parameter):
-            return f"{name}::{parameter}" if parameter else name
-        case Seq(parts):
-            return " ".join(_print(p) for p in parts) if parts else '""'
-        case Or(options, conditions):
-            texts = [_print(o) for o in options]
-            if conditions:
-                texts = [f"{text} %if {test}" if test else text for text, test in zip(texts, conditions, strict=True)]
-            return "\n  | ".join(texts) if top else f"({' | '.join(texts)})"
-        case Many(body, low, high):
-            inner = _print(body) if isinstance(body, Or) else f"({_print(body)})"
-            mark = {(0, 1): "?", (0, None): "*", (1, None): "+"}.get((low, high))
-            return inner + (mark or f"{{{low},{'' if high is None else high}}}")

@@ -125,6 +125,8 @@ class Solver:
 
     def simplify(self, found: list[c.Case]) -> list[c.Case]:
         """Drop repeated and covered cases; join finite sets."""
+        if found and not self.document.uses_unevaluated and (every := c.ANY[found[0].kind]) in found:
+            return [every]
         values: dict[Any, Any] = {}
         rest: dict[c.Case, None] = {}
         for case in found:

@@ -1,0 +1,121 @@
+"""Random schemas against `jsonschema`: nothing invalid is accepted, and (in any property order) nothing valid is lost."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import jsonschema
+from deepinfer_structured import LimitExceeded, Options, Spec, UnsatisfiableSchema, UnsupportedSchema, compile_spec
+from deepinfer_structured.bitmask import allowed_tokens
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+NAMES = st.sampled_from(["a", "b", "ab"])
+SCALARS = st.sampled_from([None, True, False, 0, 1, 2, 5, -3, 1.5, "", "a", "b", "ab", "aab"])
+VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(NAMES, v, max_size=3), max_leaves=6)
+PATTERNS = st.sampled_from(["^a", "b$", "^a*$", "a|b", "^(?!ab)", "^.{1,2}$"])
+LEAVES = st.one_of(
+    st.booleans(),
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])}
+    ),
+    st.fixed_dictionaries({"enum": st.lists(VALUES, min_size=1, max_size=3)}),
+    st.fixed_dictionaries({"const": VALUES}),
+    st.fixed_dictionaries(
+        {"minimum": st.sampled_from([0, 1, 1.5, -2]), "exclusiveMaximum": st.sampled_from([2, 5, 1.5])}
+    ),
+    st.fixed_dictionaries({"multipleOf": st.sampled_from([1, 2, 3, 0.5])}),
+    st.fixed_dictionaries({"pattern": PATTERNS}),
+    st.fixed_dictionaries({"minLength": st.integers(0, 2)}, optional={"maxLength": st.integers(0, 3)}),
+    st.fixed_dictionaries({"required": st.lists(NAMES, max_size=2, unique=True)}),
+    st.fixed_dictionaries({"minProperties": st.integers(0, 2)}, optional={"maxProperties": st.integers(0, 3)}),
+    st.fixed_dictionaries({"minItems": st.integers(0, 2)}, optional={"maxItems": st.integers(0, 3)}),
+    st.just({"uniqueItems": True}),
+    st.fixed_dictionaries(
+        {"dependentRequired": st.dictionaries(NAMES, st.lists(NAMES, max_size=2, unique=True), max_size=2)}
+    ),
+)
+
+
+def _branches(inner):
+    some = st.lists(inner, min_size=1, max_size=3)
+    return st.one_of(
+        st.fixed_dictionaries(
+            {"properties": st.dictionaries(NAMES, inner, max_size=3)}, optional={"additionalProperties": inner}
+        ),
+        st.fixed_dictionaries(
+            {"patternProperties": st.dictionaries(PATTERNS, inner, max_size=2), "additionalProperties": inner}
+        ),
+        st.fixed_dictionaries({"propertyNames": inner}),
+        st.fixed_dictionaries({"items": inner}, optional={"prefixItems": some}),
+        st.fixed_dictionaries(
+            {"contains": inner}, optional={"minContains": st.integers(0, 2), "maxContains": st.integers(0, 2)}
+        ),
+        st.fixed_dictionaries({"allOf": some}),
+        st.fixed_dictionaries({"anyOf": some}),
+        st.fixed_dictionaries({"oneOf": some}),
+        st.fixed_dictionaries({"not": inner}),
+        st.fixed_dictionaries({"if": inner, "then": inner}, optional={"else": inner}),
+        st.fixed_dictionaries({"dependentSchemas": st.dictionaries(NAMES, inner, max_size=2)}),
+        st.fixed_dictionaries(
+            {"properties": st.dictionaries(NAMES, inner, max_size=2), "unevaluatedProperties": inner}
+        ),
+        st.fixed_dictionaries({"anyOf": some, "unevaluatedItems": inner}),
+        st.tuples(inner, inner).map(lambda pair: _merge(*pair)),
+    )
+
+
+def _merge(left, right):
+    return left if not isinstance(left, dict) or not isinstance(right, dict) else {**right, **left}
+
+
+SCHEMAS = st.recursive(LEAVES, _branches, max_leaves=6)
+
+
+def _valid(schema, value) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return jsonschema.Draft202012Validator(schema).is_valid(value)
+
+
+def _compile(schema, vocabulary, **options):
+    try:
+        return compile_spec(Spec.json_schema(schema), vocabulary, Options(**options))
+    except (UnsupportedSchema, UnsatisfiableSchema, LimitExceeded):
+        return None
+
+
+SETTINGS = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@SETTINGS
+@given(SCHEMAS, st.lists(VALUES, min_size=1, max_size=8))
+def test_nothing_invalid_is_accepted(byte_vocabulary, schema, values):
+    grammar = _compile(schema, byte_vocabulary, property_order="any")
+    assume(grammar is not None)
+    for value in values:
+        data = list(json.dumps(value).encode())
+        matcher = grammar.matcher()
+        if matcher.accept(data) == len(data) and matcher.is_accepting:
+            assert _valid(schema, value), f"accepted {value!r}"
+        elif not grammar.notes and not grammar.unique:  # notes and guards stand for known narrowings
+            assert not _valid(schema, value), f"refused {value!r}"
+
+
+@SETTINGS
+@given(SCHEMAS, st.lists(st.integers(0, 1 << 30), min_size=60, max_size=60))
+def test_whatever_the_masks_allow_is_valid(byte_vocabulary, schema, numbers):
+    grammar = _compile(schema, byte_vocabulary, max_whitespace=1)
+    assume(grammar is not None)
+    matcher, text = grammar.matcher(), bytearray()
+    for number in numbers:
+        allowed = [t for t in allowed_tokens(matcher.mask(), 257).tolist() if t < 128 or t == 256]
+        assert allowed, f"dead end after {bytes(text)!r}"
+        token = 256 if 256 in allowed and number % 3 else allowed[number % len(allowed)]
+        assert matcher.accept([token]) == 1
+        if token == 256:
+            value = json.loads(text)
+            assert _valid(schema, value), f"generated {bytes(text)!r}"
+            return
+        text.append(token)
