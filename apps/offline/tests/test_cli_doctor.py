@@ -58,6 +58,15 @@ def test_it_prints_json_and_a_table(capsys):
     assert "devices" in shown
 
 
+def test_brackets_in_reasons_are_shown(capsys, monkeypatch):
+    registry.register(Provider("rms_norm", "test-only", "plugin", lambda *_: "pip install x[y]", lambda: None))
+    try:
+        assert call(["doctor", "--device", "cpu"]) == 0
+    finally:
+        registry._providers["rms_norm"] = [p for p in registry._providers["rms_norm"] if p.name != "test-only"]
+    assert "x[y]" in capsys.readouterr().out
+
+
 def test_a_device_that_does_not_exist(capsys):
     assert call(["doctor", "--device", "tpu"]) == 2
     assert "--device 'tpu' is not one of auto, cpu, cuda, npu" in capsys.readouterr().err

@@ -8,6 +8,9 @@ import importlib.util
 import io
 import itertools
 import json
+import os
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -532,6 +535,36 @@ def without(results, run):
     for mine, theirs in zip(results, second, strict=True):
         mine["response"]["body"]["created"] = theirs["response"]["body"]["created"]
     return results
+
+
+def test_a_pipe_is_read_once_and_copied(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spool"))
+    (tmp_path / "spool").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    text = "".join(json.dumps(entry) + "\n" for entry in jobs(3))
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,))
+    writer.start()
+    assert len(run(str(tmp_path / "pipe"))) == 3
+    writer.join()
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which file is flushed")
+def test_a_full_disk_at_the_end_keeps_every_answer(run, monkeypatch):
+    real = os.fsync
+
+    def fsync(fd):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".partial"):
+            raise OSError(28, "No space left on device")
+        return real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(JobError, match=r"No space left on device; every answer is kept in .*out.jsonl.journal"):
+        run(jobs(3))
+    assert run.leftovers() == ["out.jsonl.journal"]
+    monkeypatch.undo()
+    assert len(run(jobs(3))) == 3
+    assert len(run.engines) == 1
 
 
 def test_a_csv_file(run, tmp_path):

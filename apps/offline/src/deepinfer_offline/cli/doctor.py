@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from deepinfer_offline.cli.examine import examine
@@ -68,5 +69,5 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) ->
     for column in columns:
         made.add_column(column, overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(escape, row))  # reasons name extras in brackets
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -34,7 +35,14 @@ Start with  [bold]deepinfer run examples/quickstart.jsonl -o out.jsonl[/bold]"""
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end like Ctrl-C: keep what is done, say how to go on
-    sys.exit(call(sys.argv[1:] if argv is None else argv))
+    status = call(sys.argv[1:] if argv is None else argv)
+    if status == INTERRUPTED:
+        # a native thread may be in the middle of its work (compiling a grammar, a step); the interpreter's own end
+        # would wait for it or abort, and the status would be the abort's
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def call(argv: Sequence[str]) -> int:

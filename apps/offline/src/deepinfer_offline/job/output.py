@@ -64,6 +64,7 @@ def write_output(
         partial.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
+        partial.unlink(missing_ok=True)  # it may be what fills the disk
         raise JobError(
             f"cannot write {error.filename or partial}: {error.strerror}; every answer is kept in {journal.path}"
         ) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from deepinfer_offline.engine.base import EngineInfo, EngineStats
@@ -153,7 +154,7 @@ def print_summary(console: Console, report: dict[str, Any]) -> None:
     phases = ", ".join(f"{name} {clock(value)}" for name, value in report["seconds"].items() if name != "total")
     table.add_row("time", f"{clock(report['seconds']['total'])} ({phases})")
     table.add_row("peak memory", format_bytes(report["peak_memory_bytes"]["process"]))
-    table.add_row("results", report["output"])
+    table.add_row("results", escape(report["output"]))
     console.print(table)
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from deepinfer_offline.job import tables
 from deepinfer_offline.job.errors import JobError
@@ -19,8 +20,8 @@ _COMPRESSED = {".gz", ".zst", ".zstd"}
 class Source:
     """An opened INPUT.
 
-    A file is read from where it is, once to judge the job and once to run it. Standard input is first copied to a
-    temporary file, which `close` removes.
+    A file is read from where it is, once to judge the job and once to run it. A pipe, such as standard input, is first
+    copied to a temporary file, which `close` removes.
 
     Attributes:
         name: INPUT as the user wrote it.
@@ -35,6 +36,9 @@ class Source:
         self._spool: Path | None = None
         if name == "-":
             self._spool = _copy_stdin()
+        elif Path(name).is_fifo():  # `deepinfer run <(zcat ...)`
+            with open(name, "rb") as pipe:
+                self._spool = _copy(pipe)
         self.path = self._spool or Path(name)
         _check_readable(self.path)
         self.kind = _kind(self.path)
@@ -56,7 +60,7 @@ class Source:
             raise JobError(f"{self.name} changed while it was read; run the command again with --fresh")
 
     def close(self) -> None:
-        """Remove the copy of standard input, if there is one."""
+        """Remove the copy of a pipe, if there is one."""
         if self._spool is not None:
             self._spool.unlink(missing_ok=True)
 
@@ -71,8 +75,12 @@ class Source:
 def _copy_stdin() -> Path:
     if sys.stdin is None or sys.stdin.isatty():
         raise JobError("INPUT is - but nothing is piped in; try `cat requests.jsonl | deepinfer run - -o out.jsonl`")
+    return _copy(sys.stdin.buffer)
+
+
+def _copy(pipe: IO[bytes]) -> Path:
     with tempfile.NamedTemporaryFile(prefix="deepinfer-", suffix=".jsonl", delete=False) as copy:
-        shutil.copyfileobj(sys.stdin.buffer, copy, 1 << 20)
+        shutil.copyfileobj(pipe, copy, 1 << 20)
     return Path(copy.name)
 
 
