@@ -26,7 +26,7 @@ TINY_LLAMA = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "hidden_act": "silu",
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -42,29 +42,55 @@ def pytest_report_header(config):
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
-    """A folder with a two-layer Llama config; vLLM fills it with dummy weights."""
+    """A folder with a two-layer Llama whose random weights are large enough that answers depend on every token read."""
+    import torch
+    from safetensors.torch import save_file
+
     folder = tmp_path_factory.mktemp("tiny-llama")
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    generator = torch.Generator().manual_seed(0)
+    hidden, inner, kv = TINY_LLAMA["hidden_size"], TINY_LLAMA["intermediate_size"], 32
+    shapes = {
+        "model.embed_tokens.weight": (TINY_LLAMA["vocab_size"], hidden),
+        "lm_head.weight": (TINY_LLAMA["vocab_size"], hidden),
+    }
+    for i in range(TINY_LLAMA["num_hidden_layers"]):
+        at, ff = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        shapes |= {f"{at}.q_proj.weight": (hidden, hidden), f"{at}.o_proj.weight": (hidden, hidden)}
+        shapes |= {f"{at}.k_proj.weight": (kv, hidden), f"{at}.v_proj.weight": (kv, hidden)}
+        shapes |= {f"{ff}.gate_proj.weight": (inner, hidden), f"{ff}.up_proj.weight": (inner, hidden)}
+        shapes |= {f"{ff}.down_proj.weight": (hidden, inner)}
+    tensors = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 * 2 for name, shape in shapes.items()}
+    norms = [
+        "model.norm",
+        *(f"model.layers.{i}.{n}" for i in range(2) for n in ("input_layernorm", "post_attention_layernorm")),
+    ]
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 @pytest.fixture
 def start_llm(tiny_llama):
-    """Start vLLM on the tiny model; every engine of a test is shut down after it."""
+    """Start vLLM on the tiny model. One engine lives at a time: vLLM keeps its KV connector in a global."""
     from vllm import LLM
 
-    started = []
+    running = []
+
+    def stop():
+        while running:
+            running.pop().llm_engine.engine_core.shutdown()
 
     def start(**options):
+        stop()
         defaults = {
-            "model": str(tiny_llama), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32",
+            "model": str(tiny_llama), "skip_tokenizer_init": True, "dtype": "float32",
             "max_model_len": 1024, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20, "block_size": 16,
             "disable_log_stats": False,
         }  # fmt: skip
         llm = LLM(**(defaults | options))
-        started.append(llm)
+        running.append(llm)
         return llm
 
     yield start
-    for llm in started:
-        llm.llm_engine.engine_core.shutdown()
+    stop()

@@ -20,7 +20,7 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR"
 from vllm import LLM, SamplingParams
 
 def start(**options):
-    defaults = dict(load_format="dummy", skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=4,
+    defaults = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=4,
                     kv_cache_memory_bytes=1 << 20, block_size=16, disable_log_stats=False)
     return LLM(FOLDER, **(defaults | options))
 
@@ -54,6 +54,13 @@ llm = start()
 print(json.dumps({"acts": manager.GuidanceBackend.__module__.startswith("deepinfer_structured"), "tokens": ask(llm)}))
 """,
 }
+ACTS["deepinfer-cache"] = """
+kv = {"kv_connector": "DeepInferConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"directory": "kept"}}
+llm = start(kv_transfer_config=kv)
+tokens = ask(llm)
+from pathlib import Path
+print(json.dumps({"acts": len(list(Path("kept").glob("*/*/*.kv"))) == 3, "tokens": tokens}))
+"""
 SWITCHES = {"deepinfer-structured": {"DEEPINFER_STRUCTURED": "1"}}
 
 STOCK = """

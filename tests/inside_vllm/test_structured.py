@@ -22,7 +22,8 @@ EOS = 2
 def byte_model(tiny_llama, tmp_path_factory):
     """The tiny Llama with a tokenizer of one token a byte."""
     folder = tmp_path_factory.mktemp("byte-llama")
-    (folder / "config.json").write_text((tiny_llama / "config.json").read_text())
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((tiny_llama / name).read_bytes())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": EOS} | {c: 3 + i for i, c in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -54,7 +55,7 @@ def llm(byte_model):
     plugin.register()
     plugin.register()  # vLLM may call it more than once in a process
     engine = LLM(
-        str(byte_model), load_format="dummy", dtype="float32", max_model_len=512, max_num_seqs=16,
+        str(byte_model), dtype="float32", max_model_len=512, max_num_seqs=16,
         kv_cache_memory_bytes=1 << 22,
     )  # fmt: skip
     yield engine
@@ -117,8 +118,10 @@ def test_every_known_case_is_right_or_refused_with_a_reason(llm, case):
     for check in case["checks"]:
         ids = tokenizer.encode(check["instance"], add_special_tokens=False)
         accepted = grammar.accept_tokens("r", [*ids, EOS])
-        assert accepted or not check["valid_per_jsonschema"] or "tolerated" in case, (case["schema"], check["instance"])
-        assert not accepted or check["valid_per_jsonschema"], (case["schema"], check["instance"])
+        # A valid text may be refused where a grammar asks for one spelling (5e-1 for 0.5), as both libraries do.
+        must = check["valid_per_jsonschema"] is True and True in (check["xgrammar_0.2.9"], check["llguidance_1.9.1"])
+        assert accepted or not must, (case["schema"], check["instance"])
+        assert not accepted or check["valid_per_jsonschema"] is not False, (case["schema"], check["instance"])
         grammar.reset()
 
 

@@ -64,3 +64,14 @@ def test_kept_weights_multiply_like_float64(dtype, with_bias):
     ops.release_linear(handle)
     with pytest.raises(KeyError):
         ops.linear(out, x, bias, torch.tensor(handle))
+
+
+def test_gumbel_draws_follow_the_softmax_and_their_seeds():
+    n, logits = 100_000, torch.tensor([1.0, 0.0, -1.0, -torch.inf])
+    seeds = torch.arange(n) * 7919
+    drawn = ops.gumbel_argmax(logits.expand(n, 4).contiguous(), seeds)
+    share = torch.bincount(drawn, minlength=4) / n
+    # Six standard deviations of a share of 100,000 draws: 6 * sqrt(0.25 / n) = 0.0095.
+    torch.testing.assert_close(share, logits.softmax(0), atol=0.0095, rtol=0)
+    again = ops.gumbel_argmax(logits.expand(5, 4).contiguous(), seeds[10:15])
+    assert again.tolist() == drawn[10:15].tolist()

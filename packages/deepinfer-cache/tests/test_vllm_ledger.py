@@ -19,7 +19,7 @@ def test_leading_kept_pages_are_found_and_one_token_is_left_to_compute():
 def test_loads_name_the_blocks_behind_the_local_hit():
     book = ledger(KEYS[:4])
     count = book.match("r", KEYS[:4], computed=4, length=17)
-    book.load("r", [70, 71, 72, 73, 74], 4, count)
+    book.load("r", [70, 71, 72, 73, 74], count)
     assert book.take().loads == list(zip(KEYS[1:4], [71, 72, 73], strict=True))
     assert book.take().loads == []
 

@@ -73,7 +73,7 @@ class DeepInferConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
             ids = blocks.get_block_ids()[0]
-            self._ledger.load(request.request_id, ids, request.num_computed_tokens, num_external_tokens)
+            self._ledger.load(request.request_id, ids, num_external_tokens)  # its own count is set later
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         counts = scheduler_output.num_scheduled_tokens

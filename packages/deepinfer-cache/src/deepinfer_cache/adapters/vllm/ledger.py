@@ -18,6 +18,7 @@ class Transfers:
 @dataclass(slots=True)
 class _Tracked:
     keys: list[bytes]
+    computed: int = 0  # tokens that vLLM's own cache had when the match was made
     blocks: list[int] = field(default_factory=list)
     saved: int = 0  # leading pages that are saved, loaded or known to be kept
 
@@ -41,7 +42,7 @@ class Ledger:
 
     def match(self, request_id: str, keys: list[bytes], computed: int, length: int) -> int:
         """Tokens beyond `computed` that can be loaded; at least one token of `length` is left to compute."""
-        self._requests[request_id] = _Tracked(keys)
+        self._requests[request_id] = _Tracked(keys, computed)
         if computed % self._page_size:
             return 0
         first, last = computed // self._page_size, (length - 1) // self._page_size
@@ -50,12 +51,12 @@ class Ledger:
             found += 1
         return (found - first) * self._page_size
 
-    def load(self, request_id: str, blocks: list[int], computed: int, count: int) -> None:
-        """`count` tokens behind `computed` are to be loaded into the request's blocks in the coming step."""
+    def load(self, request_id: str, blocks: list[int], count: int) -> None:
+        """`count` tokens behind those matched from are to be loaded into the request's blocks in the coming step."""
         tracked = self._requests.get(request_id)
         if tracked is None or not count:
             return
-        first, last = computed // self._page_size, (computed + count) // self._page_size
+        first, last = tracked.computed // self._page_size, (tracked.computed + count) // self._page_size
         self._step.loads += list(zip(tracked.keys[first:last], blocks[first:last], strict=True))
         for key in tracked.keys[first:last]:
             self._touch(key)

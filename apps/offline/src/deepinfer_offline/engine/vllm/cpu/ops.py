@@ -21,6 +21,23 @@ def greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1).view(-1)
 
 
+def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """Draw one token a row from softmax(logits): argmax of logit + Gumbel noise, each row with a stream of its own.
+
+    Args:
+        logits: float32 [n, vocab]; -inf for tokens that must not be drawn.
+        seeds: int64 [n].
+
+    Returns:
+        int64 [n].
+    """
+    noise = torch.empty_like(logits)
+    generator = torch.Generator()
+    for row, seed in enumerate(seeds.tolist()):
+        noise[row].exponential_(generator=generator.manual_seed(seed))
+    return (logits - noise.log()).argmax(dim=-1).view(-1)
+
+
 def compute_slot_mapping(
     query_start_loc: torch.Tensor,
     positions: torch.Tensor,
@@ -89,6 +106,7 @@ _SCHEMAS = {
     "release_dnnl_matmul_handler(int handle) -> ()": release_linear,
     "init_cpu_memory_env(int[] nodes) -> ()": init_cpu_memory_env,
     "greedy_argmax(Tensor logits) -> Tensor": greedy_argmax,
+    "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": gumbel_argmax,
     "compute_slot_mapping_kernel_impl(Tensor query_start_loc, Tensor positions, Tensor block_table, "
     "Tensor(a!) slot_mapping, int block_size) -> ()": compute_slot_mapping,
 }
