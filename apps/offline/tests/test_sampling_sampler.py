@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from deepinfer_offline.sampling import Sampler, SamplingBatch, SamplingParams, SamplingTable
-from deepinfer_offline.sampling.draw import filtered_weights, pick
+from deepinfer_offline.sampling.draw import filtered_weights, pick, sorted_limits
 from deepinfer_offline.sampling.random import child_seed
+from deepinfer_offline.sampling.select import select_limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,9 +108,9 @@ def test_a_wide_top_p_looks_at_the_whole_vocabulary() -> None:
 
 def test_rows_do_not_depend_on_the_batch() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(len(CASES), 3000, generator=generator) * 3
+    logits = torch.randn(len(CASES), 6000, generator=generator) * 3
     params = [*CASES[:-2], SamplingParams(temperature=0), SamplingParams(top_p=0.3, seed=11)]
-    table = table_of(params, 3000)
+    table = table_of(params, 6000)
     slots, positions = np.arange(len(params)), np.arange(10, 10 + len(params))
     together = Sampler(table)(logits, SamplingBatch(slots, positions)).ids
     order = np.random.default_rng(0).permutation(len(params))
@@ -231,3 +232,19 @@ def test_temperature_near_zero_stays_finite() -> None:
     logits = torch.tensor([[50.0, 49.0, -80.0]])
     table = table_of([SamplingParams(temperature=2e-5)], 3)
     assert Sampler(table)(logits, SamplingBatch(np.zeros(1, np.int64), np.array([4]))).ids.tolist() == [0]
+
+
+def test_counting_and_sorting_find_the_same_limits() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(40, 5000, generator=generator) * torch.linspace(0.2, 6, 40)[:, None]
+    logits[::3] = (logits[::3] * 4).round() / 4  # many ties
+    weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+    rng = np.random.default_rng(0)
+    top_k = rng.choice([0, 1, 2, 50, 1000, 4999], 40)
+    top_p = rng.choice([1.0, 1e-6, 0.3, 0.9, 0.99, 0.9999], 40)
+    mine = select_limits(weights.numpy(), top_k, top_p)
+    theirs = sorted_limits(weights, top_k, top_p)[:, 0].numpy()
+    assert np.array_equal(mine, theirs)
+    only_k = sorted_limits(weights, np.full(40, 7), np.ones(40))[:, 0].numpy()
+    assert np.array_equal(only_k, weights.topk(7).values[:, -1].numpy())
+    assert np.array_equal(select_limits(weights.numpy(), np.full(40, 7), np.ones(40)), only_k)

@@ -63,15 +63,17 @@ def apply_penalties(logits: torch.Tensor, rows: np.ndarray, batch: SamplingBatch
     place = torch.arange(width, device=logits.device)
     before = place < _to(ends, logits)[:, None]
     answered = before & (place >= _to(starts, logits)[:, None])
-    tokens = torch.where(before & (tokens >= 0) & (tokens < vocab), tokens, 0)
+    # Places that do not count repeat the row's first token: what is written there twice is the same.
+    tokens = torch.where(before & (tokens >= 0) & (tokens < vocab), tokens, tokens[:, :1])
     counts = torch.zeros((len(rows), vocab), dtype=torch.float32, device=logits.device)
-    counts.scatter_add_(1, tokens, answered.float())
-    seen = torch.zeros_like(counts).scatter_add_(1, tokens, before.float()) > 0
+    count = counts.scatter_add_(1, tokens, answered.float()).gather(1, tokens)
     picked = logits[index]
+    values = picked.gather(1, tokens)
     repetition = _to(table.repetition[slots], logits)[:, None]
-    picked = torch.where(seen, torch.where(picked > 0, picked / repetition, picked * repetition), picked)
-    picked = picked - counts * _to(table.frequency[slots], logits)[:, None]
-    logits[index] = picked - (counts > 0) * _to(table.presence[slots], logits)[:, None]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values = values - count * _to(table.frequency[slots], logits)[:, None]
+    values = values - (count > 0) * _to(table.presence[slots], logits)[:, None]
+    logits[index] = picked.scatter_(1, tokens, values)
 
 
 def _flatten(rows: np.ndarray, lists: list[np.ndarray], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,9 +7,10 @@ import torch
 
 from deepinfer_offline.sampling.batch import SamplingTable
 from deepinfer_offline.sampling.random import uniform
+from deepinfer_offline.sampling.select import select_limits
 
+_SORTED = 4096  # vocabularies up to this size are sorted on a CPU too
 _PIECE = 256  # tokens summed at once; two levels keep the search cheap at 100,000 tokens
-_FIRST_LOOK = 1024  # likeliest tokens that top_p looks at before it sorts the whole vocabulary
 
 
 def draw(logits: torch.Tensor, table: SamplingTable, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
@@ -49,35 +50,31 @@ def filtered_weights(logits: torch.Tensor, table: SamplingTable, slots: np.ndarr
 
 
 def _threshold(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
-    """The smallest weight that each row keeps, float32 [n, 1]."""
-    vocab = weights.shape[-1]
-    width = min(vocab, max(_FIRST_LOOK, int(top_k.max())))
-    if (top_p < 1).any() and weights.device.type != "cpu":
-        width = vocab  # asking whether the first look was enough would stall the device
-    while True:
-        ordered = weights.topk(width, dim=-1).values if width < vocab else weights.sort(dim=-1, descending=True).values
-        limit, enough = _limits(ordered, weights, top_k, top_p)
-        if width == vocab or bool(enough.all()):
-            return limit
-        width = vocab
+    """The smallest weight that each row keeps, float32 [n, 1]. Rows without either filter keep all."""
+    if weights.device.type != "cpu" or weights.shape[-1] <= _SORTED:
+        return sorted_limits(weights, top_k, top_p)
+    limits = np.zeros(len(top_k), np.float32)
+    rows = np.flatnonzero((top_k > 0) | (top_p < 1))
+    chosen = weights.numpy() if len(rows) == len(top_k) else weights.numpy()[rows]
+    limits[rows] = select_limits(chosen, top_k[rows], top_p[rows].astype(np.float64))
+    return torch.from_numpy(limits)[:, None]
 
 
-def _limits(
-    ordered: torch.Tensor, weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The threshold from the likeliest `width` weights, and whether these were enough to know it, bool [n]."""
-    device, width = weights.device, ordered.shape[-1]
-    kept = torch.from_numpy(np.where(top_k > 0, top_k, weights.shape[-1])).to(device, non_blocking=True)[:, None]
+def sorted_limits(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
+    """The same by sorting, without a decision that the host would have to wait for: the accelerator's way."""
+    device, vocab = weights.device, weights.shape[-1]
+    if (top_p < 1).any():
+        ordered = weights.sort(dim=-1, descending=True).values
+    else:
+        ordered = weights.topk(max(1, int(top_k.max())), dim=-1).values
+    width = ordered.shape[-1]
+    kept = torch.from_numpy(np.where(top_k > 0, top_k, vocab)).to(device, non_blocking=True)[:, None]
     share = torch.from_numpy(top_p.astype(np.float64)).to(device, non_blocking=True)[:, None]
     by_k = torch.where(kept <= width, ordered.gather(1, (kept - 1).clamp(max=width - 1)), 0.0)
     sums = torch.where(ordered >= by_k, ordered, 0).cumsum(dim=-1, dtype=torch.float64)
-    total = torch.where(weights >= by_k, weights, 0).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    reached = sums >= share * total
-    first = reached.to(torch.uint8).argmax(dim=-1, keepdim=True)
-    all_kept = share >= 1
-    by_p = torch.where(all_kept | ~reached.any(dim=-1, keepdim=True), 0.0, ordered.gather(1, first))
-    enough = (all_kept | reached.any(dim=-1, keepdim=True)).squeeze(1)
-    return torch.maximum(by_k, by_p), enough
+    first = (sums >= share * sums[:, -1:]).to(torch.uint8).argmax(dim=-1, keepdim=True)
+    by_p = torch.where(share < 1, ordered.gather(1, first), 0.0)
+    return torch.maximum(torch.where(kept < vocab, by_k, 0.0), by_p)
 
 
 def pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
