@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ import torch
 from deepinfer_cache import CacheConfig, CacheManager
 from deepinfer_cache import CacheGroup as PagedGroup
 from deepinfer_offline.engine.base import EngineInfo, Request, RequestError, RequestOutput
-from deepinfer_offline.engine.native.engine import NativeEngine, Parts
+from deepinfer_offline.engine.native.engine import NativeEngine
+from deepinfer_offline.engine.native.parts import Parts
 from deepinfer_offline.engine.native.runner import ModelRunner
 from deepinfer_offline.engine.structured import GrammarCompiler
 from deepinfer_offline.models.base import CacheGroup, ForwardBatch, ModelFacts, ModelOptions
@@ -371,3 +373,59 @@ def test_unseeded_requests_repeat_by_request_id_and_children_differ() -> None:
     assert len({tuple(a.token_ids) for a in first}) == 3
     other = run(make_engine(), [ask("other", temperature=1.0, n=3, max_tokens=30)])["other"].outputs
     assert [a.token_ids for a in other] != [a.token_ids for a in first]
+
+
+class Guesses:
+    """Drafts for the loop: the true next tokens, with some of them spoiled."""
+
+    synchronous = True
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, truth: dict[tuple[str, int], list[int]]) -> None:
+        self.scheduler, self.runner, self.truth = scheduler, runner, truth
+        self.rng = random.Random(0)
+
+    def propose(self, answers: Any) -> None:
+        state = self.scheduler.state
+        for answer in answers:
+            seq, slot = answer.seq, answer.seq.slot
+            if slot < 0 or state.pending[slot] or state.computed[slot] < state.target[slot]:
+                continue
+            known = self.truth[answer.group.request.request_id, answer.index]
+            guess = known[seq.num_generated : seq.num_generated + self.rng.randrange(5)]
+            guess = [self.rng.randrange(VOCAB) if self.rng.random() < 0.2 else token for token in guess]
+            self.scheduler.propose(seq.seq_id, len(guess))
+            if guess:
+                self.runner.write_drafts(slot, len(seq.tokens), guess)
+
+    def begin(self, answer: Any) -> None: ...
+
+    def extend(self, seq_id: int, tokens: list[int]) -> None: ...
+
+    def end(self, seq_id: int) -> None: ...
+
+    def landed(self, result: Any, answers: Any) -> None: ...
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+
+def test_drafts_change_the_number_of_steps_and_nothing_else() -> None:
+    """Greedy, sampled, penalised and stopped answers; stops inside accepted drafts; blocks that come short."""
+    for job in range(25):
+        rng = random.Random(job)
+        prefixes = [[rng.randrange(94) for _ in range(30)] for _ in range(2)]
+        requests = [random_request(rng, f"r{place}", prefixes) for place in range(rng.randrange(2, 7))]
+        requests = [r for r in requests if len(r.prompt_token_ids) + (r.params.max_tokens or 0) < 78]
+        plain = make_engine(pages=rng.choice([24, 200]), budget=rng.choice([12, 64]))
+        outputs = run(plain, requests)
+        truth = {(name, a.index): [*a.token_ids, 0, 0, 0] for name, o in outputs.items() for a in o.outputs}
+        engine = make_engine(pages=rng.choice([24, 200]), budget=rng.choice([12, 64]))
+        parts = engine._parts
+        engine._parts = replace(parts, speculation=Guesses(parts.scheduler, parts.runner, truth))  # type: ignore[arg-type]
+        drafted = run(engine, requests)
+        for request in requests:
+            check(request, drafted[request.request_id])
+        stats = engine.stats()
+        if any(len(answer.token_ids) > 8 for output in outputs.values() for answer in output.outputs):
+            assert stats.accepted_tokens > 0
+        assert engine._parts.cache.stats().used_pages == 0

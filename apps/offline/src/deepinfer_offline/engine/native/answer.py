@@ -10,6 +10,7 @@ import numpy as np
 from deepinfer_sched import Sequence as Scheduled
 
 from deepinfer_offline.engine.base import Completion, FinishReason, Request
+from deepinfer_offline.sampling.random import child_seed, request_seed
 from deepinfer_offline.text.watch import TextWatch
 
 if TYPE_CHECKING:
@@ -128,6 +129,36 @@ def stop_sets(request: Request, eos_ids: Sequence[int] | frozenset[int]) -> tupl
     """(stop ids, end-of-sequence ids that count) of a request. An id that is in both counts as a stop id."""
     params = request.params
     return frozenset(params.stop_token_ids or ()), frozenset() if params.ignore_eos else frozenset(eos_ids)
+
+
+def make_answers(
+    group: Group, grammar: Any, first_id: int, max_model_len: int, engine_seed: int, tokenizer: Tokenizer | None
+) -> list[Answer]:
+    """The n answers of a request, each with its sequence, random stream, stop strings and place in the grammar."""
+    request, params = group.request, group.request.params
+    seed = params.seed if params.seed is not None else request_seed(engine_seed, request.request_id)
+    length = len(request.prompt_token_ids)
+    room = max_model_len - length
+    most = room if params.max_tokens is None else min(params.max_tokens, room)
+    return [
+        Answer(
+            group,
+            index,
+            Scheduled(
+                first_id + index,
+                list(request.prompt_token_ids),
+                most,
+                priority=request.priority,
+                constrained=grammar is not None,
+                read_cache=params.prompt_logprobs is None or index > 0,
+            ),
+            child_seed(seed, index),
+            length + most,
+            matcher=grammar.matcher() if grammar is not None else None,
+            watch=text_watch(request, tokenizer),
+        )
+        for index in range(params.n)
+    ]
 
 
 def text_watch(request: Request, tokenizer: Tokenizer | None) -> TextWatch | None:

@@ -13,8 +13,9 @@ from deepinfer_cache import CacheConfig, CacheManager
 from deepinfer_sched import SchedConfig, Scheduler
 
 from deepinfer_offline.engine.base import EngineInfo, EngineStartError
-from deepinfer_offline.engine.native.engine import NativeEngine, Parts
+from deepinfer_offline.engine.native.engine import NativeEngine
 from deepinfer_offline.engine.native.memory import CachePlan, choose_kv_bytes, paged_groups, plan_cache
+from deepinfer_offline.engine.native.parts import Parts
 from deepinfer_offline.engine.native.runner import ModelRunner
 from deepinfer_offline.engine.native.speculation import make_speculation
 from deepinfer_offline.engine.options import EngineOptions, format_bytes

@@ -12,26 +12,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from deepinfer_sched import Scheduler, SequenceError
-from deepinfer_sched import Sequence as Scheduled
+from deepinfer_sched import SequenceError
 
 from deepinfer_offline.engine.base import EngineInfo, EngineStats, Request, RequestError, RequestOutput
-from deepinfer_offline.engine.native.answer import Answer, End, Group, stop_sets, text_watch
+from deepinfer_offline.engine.native.answer import Answer, End, Group, make_answers, stop_sets
 from deepinfer_offline.engine.native.checks import check_request
+from deepinfer_offline.engine.native.counters import count_step
 from deepinfer_offline.engine.native.masks import MaskMaker
 from deepinfer_offline.engine.native.outputs import FactsReader, completion, failed, finished, read_prompt
+from deepinfer_offline.engine.native.parts import Parts
 from deepinfer_offline.engine.native.scoring import score_sequence
-from deepinfer_offline.sampling.batch import SamplingTable
 from deepinfer_offline.sampling.params import SamplingParams
-from deepinfer_offline.sampling.random import child_seed, request_seed
 
 if TYPE_CHECKING:
-    from deepinfer_cache import CacheManager
     from deepinfer_sched import StepPlan
 
-    from deepinfer_offline.engine.native.runner import Flight, ModelRunner, StepResult
-    from deepinfer_offline.engine.native.speculation import Speculation
-    from deepinfer_offline.engine.structured import GrammarCompiler
+    from deepinfer_offline.engine.native.runner import Flight, StepResult
     from deepinfer_offline.text.tokenizer import Tokenizer
 
 
@@ -41,35 +37,6 @@ class _Airborne:
 
     flight: Flight
     gate: threading.Event
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What `NativeEngine` is composed of; `deepinfer_offline.engine.native.build` makes it.
-
-    Attributes:
-        runner: runs steps; its sampler reads `table`.
-        scheduler: decides what runs.
-        cache: holds the blocks.
-        table: sampling parameters by slot.
-        tokenizer: None for a model that takes and gives ids only.
-        grammars: compiles structured outputs.
-        info: facts for the caller.
-        seed: where seeds of requests without their own come from.
-        ahead: steps launched before the oldest one's results are taken; 1 is the synchronous loop.
-        speculation: drafts for decode rows, or None.
-    """
-
-    runner: ModelRunner
-    scheduler: Scheduler
-    cache: CacheManager
-    table: SamplingTable
-    tokenizer: Tokenizer | None
-    grammars: GrammarCompiler
-    info: EngineInfo
-    seed: int = 0
-    ahead: int = 2
-    speculation: Speculation | None = None
 
 
 class NativeEngine:
@@ -217,7 +184,7 @@ class NativeEngine:
 
     def _apply(self, result: StepResult) -> None:
         plan = result.plan
-        self._count(result)
+        count_step(self._stats, result)
         self._take_prompts(result)
         facts = FactsReader(result.logprobs, result.draw_rows)
         numbers, stops = result.num_tokens.copy(), np.zeros(plan.num_rows, np.bool_)
@@ -277,36 +244,16 @@ class NativeEngine:
 
     def _start(self, group: Group, grammar: Any) -> None:
         """Queue the n sequences of a request; all or none."""
-        parts, request = self._parts, group.request
-        params = request.params
-        seed = params.seed if params.seed is not None else request_seed(parts.seed, request.request_id)
-        length = len(request.prompt_token_ids)
-        room = parts.info.max_model_len - length
-        for index in range(params.n):
-            seq = Scheduled(
-                self._next_seq,
-                list(request.prompt_token_ids),
-                room if params.max_tokens is None else min(params.max_tokens, room),
-                priority=request.priority,
-                constrained=grammar is not None,
-                read_cache=params.prompt_logprobs is None or index > 0,
-            )
-            answer = Answer(
-                group,
-                index,
-                seq,
-                child_seed(seed, index),
-                length + seq.max_tokens,
-                matcher=grammar.matcher() if grammar is not None else None,
-                watch=text_watch(request, parts.tokenizer),
-            )
+        parts = self._parts
+        answers = make_answers(group, grammar, self._next_seq, parts.info.max_model_len, parts.seed, parts.tokenizer)
+        for answer in answers:
             try:
-                parts.scheduler.add(seq)  # equal sequences: if the first one fits, all do
+                parts.scheduler.add(answer.seq)  # equal sequences: if the first one fits, all do
             except SequenceError as error:
                 raise RequestError(f"the request cannot run here: {error}", code="does_not_fit") from error
-            self._next_seq += 1
-            self._answers[seq.seq_id] = answer
-            group.answers.append(answer)
+            self._answers[answer.seq.seq_id] = answer
+        self._next_seq += len(answers)
+        group.answers.extend(answers)
 
     def _end(self, answer: Answer, end: End | Exception) -> None:
         self._forget(answer.seq.seq_id)
@@ -348,20 +295,6 @@ class NativeEngine:
         return self._answers.pop(seq_id, None) is not None
 
     # --- numbers and the end ---------------------------------------------------------------------------------
-
-    def _count(self, result: StepResult) -> None:
-        stats, plan = self._stats, result.plan
-        stats.steps += 1
-        stats.computed_prompt_tokens += int(plan.counts[plan.prefills].sum())
-        stats.preemptions += len(plan.preempted)
-        stats.drafted_tokens += int(plan.drafts.sum())
-        if plan.drafts.any():
-            stats.verify_steps += 1
-            stats.accepted_tokens += int(np.maximum(result.num_tokens - 1, 0)[plan.drafts > 0].sum())
-        if plan.prefills.any():
-            stats.prefill_seconds += result.seconds
-        else:
-            stats.decode_seconds += result.seconds
 
     def stats(self) -> EngineStats:
         """A snapshot; does not change the engine."""
