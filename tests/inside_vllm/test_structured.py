@@ -118,8 +118,8 @@ def test_every_known_case_is_right_or_refused_with_a_reason(llm, case):
     for check in case["checks"]:
         ids = tokenizer.encode(check["instance"], add_special_tokens=False)
         accepted = grammar.accept_tokens("r", [*ids, EOS])
-        # A valid text may be refused where a grammar asks for one spelling (5e-1 for 0.5), as both libraries do.
-        must = check["valid_per_jsonschema"] is True and True in (check["xgrammar_0.2.9"], check["llguidance_1.9.1"])
+        # A valid text may be refused where a grammar asks for one spelling (5e-1 for 0.5), as a library does.
+        must = check["valid_per_jsonschema"] is check["xgrammar_0.2.9"] is check["llguidance_1.9.1"] is True
         assert accepted or not must, (case["schema"], check["instance"])
         assert not accepted or check["valid_per_jsonschema"] is not False, (case["schema"], check["instance"])
         grammar.reset()
@@ -141,3 +141,7 @@ def test_draft_tokens_are_cut_at_the_first_forbidden_one(llm):
     grammar.rollback(2)
     assert grammar.validate_tokens(ids[2:3]) == ids[2:3]
     assert not grammar.is_terminated()
+    assert grammar.accept_tokens("r", [*ids[1:3], ids[4]])
+    assert not grammar.is_terminated()  # the end-of-sequence token must still be forced
+    assert grammar.accept_tokens("r", [EOS])
+    assert grammar.is_terminated()

@@ -50,7 +50,9 @@ class DeepInferGrammar(StructuredOutputGrammar):
         self._matcher.fill_mask(bitmask[batch_index].numpy())
 
     def is_terminated(self) -> bool:
-        return self._matcher.is_terminated
+        # vLLM stops masking here, so it must not be before the end-of-sequence token has been accepted: where nothing
+        # but that token can follow, this matcher calls itself terminated already.
+        return self._matcher.is_terminated and not self._matcher.is_accepting
 
     def reset(self) -> None:
         self._matcher.rollback(len(self._matcher))
