@@ -59,8 +59,8 @@ def test_890_bytes_for_each_cached_token() -> None:
     assert groups["global"].bytes_per_block == 890 * 256
     assert groups["window"].bytes_per_block == 528 * 43 * 256  # 40 layers and 3 draft stages
     assert groups["window"].window == 128
-    # Three pair sources keep 8 rows of 2 * 512 float32: one open token, five drafts and one more, rounded up.
-    assert groups["pairs"].bytes_per_block == 3 * 8 * 4096
+    # Three pair sources keep 18 rows of 2 * 512 float32: a group of two tokens and sixteen drafts.
+    assert groups["pairs"].bytes_per_block == 3 * 18 * 4096
 
 
 def test_released_bucket_primes_fill_the_tables_exactly() -> None:

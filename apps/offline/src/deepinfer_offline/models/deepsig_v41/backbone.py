@@ -192,7 +192,7 @@ class Backbone:
 
     def _write_entries(self, x: Tensor, plan: LayerPlan, layer: LayerWeights, stage: Stage, cache: V41Cache) -> None:
         assert layer.compressor is not None, f"layer {plan.index} is a KV source without a compressor"
-        ring = ring_rows(self.config, plan.ratio) if plan.ratio > 1 else 0
+        ring = ring_rows(plan.ratio) if plan.ratio > 1 else 0
         writes = stage.writes(plan.ratio, ring)
         frequencies = self.frequencies.compressed
         write_entries(x, stage.rows, writes, plan, layer.compressor, self.config, frequencies, cache)

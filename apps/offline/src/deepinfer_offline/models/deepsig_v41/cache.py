@@ -31,10 +31,12 @@ def entries_per_block(block_size: int, ratio: int) -> int:
     return -(-block_size // ratio)
 
 
-def ring_rows(config: V41Config, ratio: int) -> int:
-    """Rows kept of a pair source: an open group, and drafts that may be rejected. A power of two."""
-    rows = ratio - 1 + (config.dspark_block_size + 1 if config.num_nextn_predict_layers else 1)
-    return 1 << (rows - 1).bit_length()
+MAX_DRAFTS = 16  # drafts of one verification step, of whatever kind
+
+
+def ring_rows(ratio: int) -> int:
+    """Rows kept of a pair source: those of an open group, which rejected drafts must not overwrite."""
+    return ratio + MAX_DRAFTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class CacheSpec:
             per_block = sum(entries_per_block(self.block_size, s.ratio) for s in self.schedule.sources)
             groups.insert(0, CacheGroup(GLOBAL, "prefix", self.block_size, per_block * self.entry_bytes))
         if self.schedule.pair_sources:
-            rows = sum(ring_rows(self.config, s.ratio) for s in self.schedule.pair_sources)
+            rows = sum(ring_rows(s.ratio) for s in self.schedule.pair_sources)
             groups.append(CacheGroup(PAIRS, "state", 1, rows * 2 * self.config.head_dim * 4))
         return tuple(groups)
 
@@ -125,7 +127,7 @@ def allocate(spec: CacheSpec, num_blocks: Mapping[str, int], device: str) -> V41
         compressed={s.index: global_pool(s.ratio, record_bytes("nvfp4", c.head_dim)) for s in sources},
         index_keys={s.index: global_pool(s.ratio, record_bytes("mxfp4", c.index_head_dim)) for s in sources},
         rings={
-            s.index: torch.zeros(num_blocks[PAIRS], ring_rows(c, s.ratio), 2 * c.head_dim, device=device)
+            s.index: torch.zeros(num_blocks[PAIRS], ring_rows(s.ratio), 2 * c.head_dim, device=device)
             for s in spec.schedule.pair_sources
         },
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+from deepinfer_offline.ops.deepsig import cpu
 from torch import Tensor
 from torch.nn import functional
 
@@ -65,6 +66,11 @@ def encode_records(values: Tensor, fmt: RecordFormat) -> Tensor:
     """Round `values` [..., n] to the format and lay each vector out as one record: uint8 [..., record_bytes]."""
     rule = _RULES[fmt]
     channels = values.shape[-1]
+    if cpu.serves(values):
+        flat = values.reshape(-1, channels).float()
+        records = torch.empty(flat.shape[0], record_bytes(fmt, channels), dtype=torch.uint8)
+        cpu.encode(flat, fmt, records, None)
+        return records.view(*values.shape[:-1], -1)
     padded = functional.pad(values.float(), (0, -channels % rule.group)) if channels % rule.group else values.float()
     grouped = padded.unflatten(-1, (-1, rule.group))
     scale = _scales(grouped, fmt)
@@ -97,7 +103,12 @@ def decode_records(records: Tensor, fmt: RecordFormat, channels: int, dtype: tor
 
 def round_to_record(values: Tensor, fmt: RecordFormat) -> Tensor:
     """What `values` [..., n] read as after a trip through the cache; same shape and dtype."""
-    return decode_records(encode_records(values, fmt), fmt, values.shape[-1], values.dtype)
+    records = encode_records(values, fmt)
+    if cpu.serves(records):
+        flat = records.view(-1, records.shape[-1])
+        rows = torch.arange(flat.shape[0])
+        return cpu.gather(flat, rows, fmt, values.shape[-1]).view(values.shape).to(values.dtype)
+    return decode_records(records, fmt, values.shape[-1], values.dtype)
 
 
 def kv_insert(pool: Tensor, slots: Tensor, values: Tensor, fmt: RecordFormat) -> None:
@@ -109,6 +120,9 @@ def kv_insert(pool: Tensor, slots: Tensor, values: Tensor, fmt: RecordFormat) ->
         values: float [t, n], after the rotary embedding.
         fmt: record format of the pool.
     """
+    if cpu.serves(pool, slots, values):
+        cpu.encode(values.float(), fmt, pool, slots)
+        return
     records = encode_records(values, fmt)
     if slots.numel() and int(slots.min()) < 0:
         keep = slots >= 0
@@ -129,6 +143,8 @@ def kv_gather(pool: Tensor, slots: Tensor, fmt: RecordFormat, channels: int, dty
     Returns:
         [..., channels].
     """
+    if cpu.serves(pool) and slots.dtype == torch.int64:
+        return cpu.gather(pool, slots.contiguous(), fmt, channels).to(dtype)
     flat = slots.flatten()
     absent = flat < 0
     if not bool(absent.any()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from deepinfer_offline.ops.deepsig import cpu
 from torch import Tensor
 
 
@@ -16,6 +17,8 @@ def topk_mask(scores: Tensor, k: int) -> Tensor:
     Returns:
         bool [t, n].
     """
+    if scores.dtype == torch.float32 and cpu.serves(scores):
+        return cpu.topk_mask(scores, k)
     present = scores > -torch.inf
     if k >= scores.shape[-1]:
         return present
@@ -46,6 +49,8 @@ def topk_lowest_index(scores: Tensor, k: int) -> Tensor:
     Returns:
         int32 [t, k], ascending, -1 where a row has fewer than k finite entries.
     """
+    if scores.dtype == torch.float32 and cpu.serves(scores):
+        return cpu.topk(scores, k)
     if k < scores.shape[-1] and scores.numel():
         found = scores.topk(k, dim=-1, sorted=True)
         threshold = found.values[:, -1:]
