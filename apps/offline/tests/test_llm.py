@@ -169,7 +169,13 @@ def random_job(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams
 
 
 def test_200_random_jobs_are_the_same_with_and_without_the_asynchronous_loop(folder: Path) -> None:
-    small = {"kv_memory": 180 << 10, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128}
+    small = {
+        "kv_memory": 90 << 10,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "max_model_len": 128,
+        "block_size": 4,
+    }
     with make(folder, **small) as ahead, make(folder, async_scheduling=False) as lone:
         for job in range(200):
             prompts, params = random_job(random.Random(job))
