@@ -1,0 +1,197 @@
+"""Compilation: kinds of specification, refusals, limits, the worker process."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from deepinfer_structured import (
+    InvalidSpec,
+    LimitExceeded,
+    Limits,
+    Options,
+    Spec,
+    StructuredError,
+    UnsatisfiableSchema,
+    UnsupportedSchema,
+    compile_spec,
+)
+from deepinfer_structured.engines import xgrammar
+from deepinfer_structured.worker import Worker
+
+
+def test_choice_takes_one_of_the_texts(accepts):
+    spec = Spec.choice(["a", 'b\n"c', "é"])
+    assert all(accepts(spec, t) for t in ["a", 'b\n"c', "é"])
+    assert not accepts(spec, "ab")
+
+
+def test_lark_and_ebnf(accepts):
+    assert accepts(Spec.grammar('root ::= "a" b*\nb ::= "b" | [0-9]'), "ab1")
+    assert not accepts(Spec.grammar('root ::= "a" b*\nb ::= "b" | [0-9]'), "b")
+    assert accepts(Spec.grammar('start: "x" /[a-z]+/'), "xab")
+
+
+def test_structural_tags_bind_tagged_parts_only(accepts):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tag = {"begin": "<function=foo>", "schema": schema, "end": "</function>"}
+    spec = Spec.structural_tag({"structures": [tag], "triggers": ["<function="]})
+    assert accepts(spec, 'hello <function=foo>{"a": 1}</function> bye')
+    assert accepts(spec, "nothing to call")
+    assert not accepts(spec, '<function=foo>{"a": "x"}</function>')
+    assert not accepts(spec, "<function=bar>")
+
+
+def test_nested_structural_tags(accepts):
+    content = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tags = {"type": "triggered_tags", "triggers": ["<t"], "tags": [{"begin": "<t>", "content": content, "end": "</t>"}]}
+    spec = Spec.structural_tag({"format": {**tags, "at_least_one": True}})
+    assert accepts(spec, "a<t>5</t>b")
+    assert not accepts(spec, "a")
+
+
+def test_response_formats():
+    assert Spec.from_response_format(None) is None
+    assert Spec.from_response_format({"type": "text"}) is None
+    assert Spec.from_response_format({"type": "json_object"}) == Spec.json_object()
+    named = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "null"}}}
+    assert Spec.from_response_format(named) == Spec.json_schema({"type": "null"})
+    with pytest.raises(InvalidSpec, match="got 'xml'"):
+        Spec.from_response_format({"type": "xml"})
+    with pytest.raises(InvalidSpec, match="exactly one"):
+        Spec.from_structured_outputs({"json": {}, "regex": "a"})
+    assert Spec.from_structured_outputs({"choice": ["a"]}) == Spec.choice(["a"])
+
+
+def test_refusal_names_place_keyword_and_way_out(byte_vocabulary):
+    schema = {"properties": {"a": {"items": {"pattern": "(a)\\1"}}}}
+    with pytest.raises(UnsupportedSchema) as caught:
+        compile_spec(Spec.json_schema(schema), byte_vocabulary)
+    assert (caught.value.pointer, caught.value.keyword) == ("/properties/a/items", "pattern")
+    assert "back reference" in caught.value.reason
+    assert caught.value.way_out
+    grammar = compile_spec(Spec.json_schema(schema), byte_vocabulary, Options(on_unsupported="warn"))
+    assert any("back reference" in note for note in grammar.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("{", InvalidSpec, "not JSON"),
+        ("[1]", InvalidSpec, "object or a boolean"),
+        ('{"type": "strng"}', InvalidSpec, "unknown type"),
+        ('{"required": "a"}', InvalidSpec, "list of names"),
+        ('{"minItems": -1}', InvalidSpec, "non-negative"),
+        ('{"pattern": "("}', InvalidSpec, "pattern"),
+        ('{"$ref": "#/nowhere"}', UnsupportedSchema, "points nowhere"),
+        ('{"$ref": "http://x.org/a"}', UnsupportedSchema, "outside the document"),
+        ('{"$ref": "#"}', UnsupportedSchema, "refers to itself"),
+        ("false", UnsatisfiableSchema, "no JSON value"),
+        ('{"items":' * 300 + "{}" + "}" * 300, LimitExceeded, "deeper"),
+        ("[" * 100_000, InvalidSpec, "not JSON"),
+        ('{"minimum": 1e999999}', InvalidSpec, "beyond"),
+    ],
+)
+def test_bad_schemas_are_told_apart(byte_vocabulary, text, error, message):
+    with pytest.raises(error, match=message):
+        compile_spec(Spec.json_schema(text), byte_vocabulary)
+
+
+def test_whitespace_is_bounded(accepts):
+    assert accepts({"type": "object"}, '{ \n "a" : 1 }', max_whitespace=3)
+    assert not accepts({"type": "object"}, '{    "a":1}', max_whitespace=3)
+    assert not accepts({"type": "object"}, '{ "a":1}', max_whitespace=0)
+    assert accepts({"type": "object"}, '{"a":1}', max_whitespace=0)
+
+
+def test_escapes_and_surrogates(accepts):
+    assert accepts({"type": "string", "maxLength": 1}, '"\\ud83d\\ude00"')
+    assert not accepts({"type": "string"}, '"\\ud83d"')
+    assert not accepts({"type": "string"}, '"a\tb"')
+    assert accepts({"type": "string", "pattern": "^é$"}, '"\\u00e9"')
+    assert accepts({"const": "é"}, '"\\u00e9"')
+
+
+def test_properties_keep_the_order_of_the_schema(accepts):
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}, "additionalProperties": False}
+    assert accepts(schema, '{"b":1,"a":2}')
+    assert not accepts(schema, '{"a":1,"b":2}')
+    assert accepts(schema, '{"a":1,"b":2}', property_order="any")
+    assert not accepts(schema, '{"a":1,"a":2}', property_order="any")
+
+
+def test_unique_items_are_kept_distinct(accepts):
+    schema = {"type": "array", "items": {"type": ["string", "number", "object"]}, "uniqueItems": True}
+    assert accepts(schema, '["a", "ab", {"a": 1}, {"a": 2}, 1, 12]')
+    for text in ['["a", "a"]', "[1, 1.0]", '[{"a": 1, "b": 2}, {"b": 2, "a": 1}]', '["x", "y", "x"]']:
+        assert not accepts(schema, text)
+
+
+def test_worker_survives_a_hang_and_a_crash():
+    worker = Worker()
+    try:
+        with pytest.raises(LimitExceeded, match="more than 0.5 s"):
+            worker.call("time", "sleep", (60,), 0.5)
+        with pytest.raises(LimitExceeded, match="ended the worker"):
+            worker.call("os", "abort", (), 20.0)
+        assert worker.call("operator", "add", (1, 2), 20.0) == 3
+        assert worker.restarts == 2
+    finally:
+        worker.close()
+
+
+def test_worker_memory_is_bounded():
+    worker = Worker(memory_mib=1024)
+    try:
+        with pytest.raises(StructuredError, match="memory"):
+            worker.call("builtins", "bytearray", (4 << 30,), 20.0)
+    finally:
+        worker.close()
+
+
+def test_large_specifications_are_tried_in_the_worker(byte_vocabulary):
+    schema = {"type": "object", "properties": {f"name{i}": {"type": "string", "pattern": f"^x{i}"} for i in range(400)}}
+    grammar = compile_spec(Spec.json_schema(schema), byte_vocabulary)
+    assert grammar.matcher().accept(list(b'{"name3": "x3"}')) == 15
+    with pytest.raises(LimitExceeded):
+        compile_spec(Spec.json_schema(schema), byte_vocabulary, Options(limits=Limits(max_rules=20)))
+
+
+def test_mutated_schemas_and_patterns_are_survived(byte_vocabulary):
+    source = '{"type":"object","properties":{"a":{"oneOf":[{"pattern":"^a(b|c)*$"},{"multipleOf":3}]}},"not":{"required":["b"]}}'
+    random_, start = random.Random(7), time.monotonic()
+    for _ in range(150):
+        text = list(source)
+        for _ in range(random_.randint(1, 4)):
+            place = random_.randrange(len(text))
+            text[place] = random_.choice('{}[]",:^$()*+?a1\\|') if random_.random() < 0.7 else ""
+        try:
+            compile_spec(Spec.json_schema("".join(text)), byte_vocabulary).matcher().mask()
+        except StructuredError:
+            pass
+    assert time.monotonic() - start < 60
+
+
+def test_xgrammar_gets_only_what_it_enforces():
+    plain = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    xgrammar.gate(plain)
+    for keyword, value in [("minProperties", 1), ("allOf", []), ("required", ["b"]), ("additionalProperties", True)]:
+        with pytest.raises(UnsupportedSchema, match="llguidance"):
+            xgrammar.gate({**plain, keyword: value})
+
+
+def test_without_llguidance_plain_schemas_still_work(byte_vocabulary, monkeypatch):
+    pytest.importorskip("xgrammar")
+    from deepinfer_structured.engines import llguidance
+
+    monkeypatch.setattr(llguidance, "available", False)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    grammar = compile_spec(Spec.json_schema(schema), byte_vocabulary)
+    matcher = grammar.matcher()
+    assert grammar.engine == "xgrammar"
+    assert any("llguidance is not installed" in note for note in grammar.notes)
+    assert matcher.accept(list(b'{"a": 1}')) == 8
+    assert matcher.is_accepting
+    with pytest.raises(UnsupportedSchema, match="minimum"):
+        compile_spec(Spec.json_schema({"type": "integer", "minimum": 1}), byte_vocabulary)

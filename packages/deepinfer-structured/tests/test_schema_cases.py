@@ -1,0 +1,44 @@
+"""Schemas that break grammar engines, with the right verdicts; each is right, or refused with a true reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from deepinfer_structured import Options, Spec, StructuredError, compile_spec
+
+CASES = [json.loads(line) for line in (Path(__file__).parent / "data/schema-cases-dev.jsonl").read_text().splitlines()]
+# What is refused for good: nothing fits the schema, or the schema is malformed.
+REFUSED = {
+    "empty enum": "no JSON value fits",
+    "min>max": "no JSON value fits",
+    "minLength>maxLength": "no JSON value fits",
+    "const+type": "no JSON value fits",
+    "mutual req recursion": "no JSON value fits",
+    "type unknown": "unknown type",
+    "nested ref cyc": "refers to itself",
+}
+# Valid instances that are not generated: other spellings of a value, or a day that does not exist (the oracle that made
+# the verdicts had no date-time checker).
+NARROWED = {("format date-time", '"2024-02-31T00:00:00Z"'), ("format date-time", '"2024-13-31T00:00:00Z"'), ("minimum 0.5 exp", "1E0")}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c["name"])
+def test_case(case, byte_vocabulary):
+    try:
+        grammar = compile_spec(Spec.json_schema(case["schema"]), byte_vocabulary, Options())
+    except StructuredError as error:
+        assert case["name"] in REFUSED, f"refused: {error}"
+        assert REFUSED[case["name"]] in str(error)
+        assert not any(c["valid_per_jsonschema"] is True for c in case["checks"])
+        return
+    assert case["name"] not in REFUSED
+    for check in case["checks"]:
+        data, matcher = list(check["instance"].encode()), grammar.matcher()
+        accepted = matcher.accept(data) == len(data) and matcher.is_accepting
+        expected = check["valid_per_jsonschema"]
+        if expected in (True, False) and (case["name"], check["instance"]) not in NARROWED:
+            assert accepted == expected, check["instance"]
+        elif (case["name"], check["instance"]) in NARROWED:
+            assert not accepted
