@@ -195,7 +195,7 @@ def test_start_errors_are_one_sentence(folder: Path, tmp_path: Path) -> None:
         LLM(tmp_path / "missing")
     with pytest.raises(EngineStartError, match="too little"):
         make(folder, kv_memory=10)
-    with pytest.raises(EngineStartError, match="too little memory.*are there"):
+    with pytest.raises(EngineStartError, match=r"too little memory.*are there"):
         make(folder, kv_memory=1 << 50)
     with pytest.raises(EngineStartError, match=f"max_model_len {CONTEXT * 2} is more than the {CONTEXT}"):
         make(folder, max_model_len=CONTEXT * 2)
