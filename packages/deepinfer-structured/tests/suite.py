@@ -18,7 +18,10 @@ from pathlib import Path
 from deepinfer_structured import Grammar, MatcherError, Options, Spec, StructuredError, UnsatisfiableSchema, Vocabulary
 from deepinfer_structured import compile_spec
 
-_URIS = {"draft2020-12": "https://json-schema.org/draft/2020-12/schema", "draft7": "http://json-schema.org/draft-07/schema#"}
+_URIS = {
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+}
 
 
 def accepts(grammar: Grammar | None, value: object) -> bool:
@@ -76,8 +79,12 @@ def run(root: Path, draft: str, required_only: bool, verbose: bool) -> int:
         if found:
             total = found.total()
             parts = ", ".join(f"{n} {status}" for status, n in found.most_common())
-            print(f"{draft} {'required' if required else 'optional'}: {found['pass']} of {total} schemas pass ({parts})")
-    print(f"{draft}: {sum(f['pass'] for f in counts.values())} of {sum(f.total() for f in counts.values())} schemas pass")
+            print(
+                f"{draft} {'required' if required else 'optional'}: {found['pass']} of {total} schemas pass ({parts})"
+            )
+    print(
+        f"{draft}: {sum(f['pass'] for f in counts.values())} of {sum(f.total() for f in counts.values())} schemas pass"
+    )
     return wrong
 
 

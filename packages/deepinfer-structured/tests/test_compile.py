@@ -186,7 +186,12 @@ def test_without_llguidance_plain_schemas_still_work(byte_vocabulary, monkeypatc
     from deepinfer_structured.engines import llguidance
 
     monkeypatch.setattr(llguidance, "available", False)
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     grammar = compile_spec(Spec.json_schema(schema), byte_vocabulary)
     matcher = grammar.matcher()
     assert grammar.engine == "xgrammar"

@@ -187,17 +187,71 @@ def _zero(_: Decimal | None) -> Decimal:
 
 
 def _magnitudes(low: Decimal, low_open: bool, high: Decimal | None, high_open: bool) -> str:
-    """Unsigned decimals without exponent between two bounds."""
+    """Unsigned numbers between two bounds: plain decimals, and scientific ones with one digit before the point."""
     if high is not None and (low > high or (low == high and (low_open or high_open))):
         return ""
     parts = []
     if low > 0 or low_open:
-        parts.append(f"/{_at_least(*_split(low), low_open)}/")
+        whole, fraction = _split(low)
+        parts.append(f"/{_at_least(_naturals(whole + 1, None), whole, fraction, low_open)}/")
     if high is not None:
-        parts.append(f"/{_at_most(*_split(high), high_open)}/")
+        whole, fraction = _split(high)
+        parts.append(f"/{_at_most(_naturals(0, whole - 1) if whole else '', whole, fraction, high_open)}/")
     if not parts:
-        return rf"/{_INT}(?:\.[0-9]+)?/"
-    return parts[0] if len(parts) == 1 else f"({' & '.join(parts)})"
+        plain_part = rf"/{_INT}(?:\.[0-9]+)?/"
+    else:
+        plain_part = parts[0] if len(parts) == 1 else f"({' & '.join(parts)})"
+    return " | ".join([plain_part, *_scientific(low, low_open, high, high_open)])
+
+
+def _scientific(low: Decimal, low_open: bool, high: Decimal | None, high_open: bool) -> list[str]:
+    """Numbers above zero written `d.ddde+x`."""
+    if high is not None and high == 0:
+        return []
+    first = low.adjusted() if low > 0 else None
+    last = high.adjusted() if high is not None else None
+    any_mantissa, pieces = r"/[1-9](?:\.[0-9]+)?/", []
+    from_low = _mantissa_from(low, low_open) if low > 0 else any_mantissa
+    to_high = _mantissa_to(high, high_open) if high is not None else any_mantissa
+    if first is not None and first == last:
+        return [f"({from_low} & {to_high}) {_exponent(first, first)}"]
+    if first is not None:
+        pieces.append(f"{from_low} {_exponent(first, first)}")
+    if last is not None:
+        pieces.append(f"{to_high} {_exponent(last, last)}")
+    start, end = None if first is None else first + 1, None if last is None else last - 1
+    if start is None or end is None or start <= end:
+        pieces.append(f"{any_mantissa} {_exponent(start, end)}")
+    return pieces
+
+
+def _mantissa_from(value: Decimal, is_open: bool) -> str:
+    whole, fraction = _split(_scaled(value))
+    more = _digit(str(whole + 1), "9") if whole < 9 else ""
+    return f"/{_at_least(more, whole, fraction, is_open)}/"
+
+
+def _mantissa_to(value: Decimal, is_open: bool) -> str:
+    whole, fraction = _split(_scaled(value))
+    less = _digit("1", str(whole - 1)) if whole > 1 else ""
+    return f"/{_at_most(less, whole, fraction, is_open)}/"
+
+
+def _scaled(value: Decimal) -> Decimal:
+    """The value with one digit before the point."""
+    sign, digits, _ = value.as_tuple()
+    return Decimal((sign, digits, 1 - len(digits)))
+
+
+def _exponent(low: int | None, high: int | None) -> str:
+    """`e` and an exponent low..high, with any sign spelling and leading zeros."""
+    options = []
+    if high is None or high >= 0:
+        options.append(rf"\+?0*(?:{_naturals(max(0, low or 0), high)})")
+    if low is None or low <= 0:
+        start = 0 if high is None or high >= 0 else -high
+        options.append(f"-0*(?:{_naturals(start, None if low is None else -low)})")
+    return f"/[eE](?:{'|'.join(options)})/"
 
 
 def _split(value: Decimal) -> tuple[int, str]:
@@ -205,8 +259,9 @@ def _split(value: Decimal) -> tuple[int, str]:
     return int(whole), fraction.rstrip("0")
 
 
-def _at_least(whole: int, fraction: str, is_open: bool) -> str:
-    options = [rf"(?:{_naturals(whole + 1, None)})(?:\.[0-9]+)?"]
+def _at_least(more: str, whole: int, fraction: str, is_open: bool) -> str:
+    """Decimals of at least `whole.fraction`; `more` are the larger integer parts."""
+    options = [rf"(?:{more})(?:\.[0-9]+)?"] if more else []
     tail = [rf"{fraction[:i]}{_digit(str(int(d) + 1), '9')}[0-9]*" for i, d in enumerate(fraction) if d != "9"]
     tail.append(rf"{fraction}[0-9]*[1-9][0-9]*" if is_open else f"{fraction}[0-9]*" if fraction else "[0-9]+")
     dotted = rf"\.(?:{'|'.join(tail)})"
@@ -214,8 +269,9 @@ def _at_least(whole: int, fraction: str, is_open: bool) -> str:
     return "|".join(options)
 
 
-def _at_most(whole: int, fraction: str, is_open: bool) -> str:
-    options = [rf"(?:{_naturals(0, whole - 1)})(?:\.[0-9]+)?"] if whole else []
+def _at_most(less: str, whole: int, fraction: str, is_open: bool) -> str:
+    """Decimals of at most `whole.fraction`; `less` are the smaller integer parts."""
+    options = [rf"(?:{less})(?:\.[0-9]+)?"] if less else []
     if not fraction:
         if not is_open:
             options.append(rf"{whole}(?:\.0+)?")
