@@ -173,3 +173,18 @@ def test_broken_gguf_files_are_named(tmp_path: Path, content: bytes) -> None:
         read_metadata(file)
     with pytest.raises(EngineStartError, match=r"broken\.gguf"):
         load_tokenizer(file)
+
+
+def test_v41_folders_use_the_model_makers_encoding_or_name_the_package(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path)
+    (folder / "config.json").write_text('{"model_type": "deepseek_v41"}')
+    made = load_tokenizer(folder)
+    assert made is not None
+    messages = [{"role": "user", "content": "hi"}]
+    if importlib.util.find_spec("deepseek_recipe") is None:
+        with pytest.raises(RequestError, match="deepseek-recipe"):
+            made.encode_chat(messages)
+    else:
+        assert "hi" in made.chat_template.render(messages)
+    (folder / "chat_template.jinja").write_text("own")
+    assert load_tokenizer(folder).chat_template.render(messages) == "own"

@@ -9,12 +9,13 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from deepinfer_offline.engine.base import EngineStartError
+from deepinfer_offline.engine.base import EngineStartError, RequestError
 from deepinfer_offline.text.chat import ChatTemplate
 from deepinfer_offline.text.gguf import GGUFError, read_metadata
 from deepinfer_offline.text.tokenizer import Tokenizer
 
 _SLOW_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+_V41 = ("deepseek_v41", "deepsig_v41")
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF
 
 # How the text is split before byte-level BPE, by `tokenizer.ggml.pre`. Values: the model families' own expressions.
@@ -52,9 +53,22 @@ def from_folder(folder: Path, name: str | None = None) -> Tokenizer | None:
     ids = _eos_ids(folder) | ({backend.token_to_id(eos)} if eos else set())
     template = _folder_template(folder, settings, bos_token=bos, eos_token=eos)
     known = {token for token in ids if isinstance(token, int)}
-    return Tokenizer(
+    made = Tokenizer(
         backend, eos_ids=known, bos_token=bos, eos_token=eos, chat_template=template, name=name or folder.name
     )
+    if template is None and _read_json(folder / "config.json").get("model_type") in _V41:
+        _use_v41_encoding(made)
+    return made
+
+
+def _use_v41_encoding(tokenizer: Tokenizer) -> None:
+    """V4.1 checkpoints carry no template: their messages are encoded by a package of the model's makers."""
+    from deepinfer_offline.models.deepsig_v41.chat import V41ChatEncoding
+
+    try:
+        tokenizer.chat_template = V41ChatEncoding()
+    except RequestError as error:  # not installed: plain prompts still work
+        tokenizer.chat_refusal = error
 
 
 def from_gguf(file: Path, name: str | None = None) -> Tokenizer:

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepinfer_offline.engine.base import RequestError
 from deepinfer_offline.text.chat import ChatTemplate
 from deepinfer_offline.text.vocabulary import Vocabulary
 
@@ -39,6 +40,7 @@ class Tokenizer:
         self.eos_ids = frozenset(eos_ids)
         self.bos_token, self.eos_token = bos_token, eos_token
         self.chat_template = chat_template
+        self.chat_refusal: RequestError | None = None  # why there is no template, if there is a better reason than none
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._literal = frozenset(added)
@@ -90,7 +92,7 @@ class Tokenizer:
             RequestError: no template, or the template refuses the conversation.
         """
         if self.chat_template is None:
-            raise ChatTemplate.missing(self.name)
+            raise self.chat_refusal or ChatTemplate.missing(self.name)
         return self.encode(self.chat_template.render(messages, **options), add_special_tokens=False)
 
 
