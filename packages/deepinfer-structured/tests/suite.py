@@ -15,13 +15,26 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from deepinfer_structured import Grammar, MatcherError, Options, Spec, StructuredError, UnsatisfiableSchema, Vocabulary
-from deepinfer_structured import compile_spec
+from deepinfer_structured import (
+    Grammar,
+    MatcherError,
+    Options,
+    Spec,
+    StructuredError,
+    UnsatisfiableSchema,
+    Vocabulary,
+    compile_spec,
+)
 
 _URIS = {
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
     "draft7": "http://json-schema.org/draft-07/schema#",
 }
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def accepts(grammar: Grammar | None, value: object) -> bool:
@@ -73,16 +86,14 @@ def run(root: Path, draft: str, required_only: bool, verbose: bool) -> int:
             status, detail = judge(schema, group["tests"], options, vocabulary)
             counts[required][status] += 1
             wrong += required and status == "accepts invalid"
-            if verbose and status != "pass" or status == "accepts invalid":
-                print(f"  {status}: {path.relative_to(folder)}: {group['description']}: {detail[:150]}")
+            if (verbose and status != "pass") or status == "accepts invalid":
+                _say(f"  {status}: {path.relative_to(folder)}: {group['description']}: {detail[:150]}")
     for required, found in counts.items():
         if found:
             total = found.total()
             parts = ", ".join(f"{n} {status}" for status, n in found.most_common())
-            print(
-                f"{draft} {'required' if required else 'optional'}: {found['pass']} of {total} schemas pass ({parts})"
-            )
-    print(
+            _say(f"{draft} {'required' if required else 'optional'}: {found['pass']} of {total} schemas pass ({parts})")
+    _say(
         f"{draft}: {sum(f['pass'] for f in counts.values())} of {sum(f.total() for f in counts.values())} schemas pass"
     )
     return wrong

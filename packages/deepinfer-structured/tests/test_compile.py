@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 
@@ -131,7 +132,7 @@ def test_unique_items_are_kept_distinct(accepts):
 def test_worker_survives_a_hang_and_a_crash():
     worker = Worker()
     try:
-        with pytest.raises(LimitExceeded, match="more than 0.5 s"):
+        with pytest.raises(LimitExceeded, match=r"more than 0\.5 s"):
             worker.call("time", "sleep", (60,), 0.5)
         with pytest.raises(LimitExceeded, match="ended the worker"):
             worker.call("os", "abort", (), 20.0)
@@ -166,10 +167,8 @@ def test_mutated_schemas_and_patterns_are_survived(byte_vocabulary):
         for _ in range(random_.randint(1, 4)):
             place = random_.randrange(len(text))
             text[place] = random_.choice('{}[]",:^$()*+?a1\\|') if random_.random() < 0.7 else ""
-        try:
+        with contextlib.suppress(StructuredError):
             compile_spec(Spec.json_schema("".join(text)), byte_vocabulary).matcher().mask()
-        except StructuredError:
-            pass
     assert time.monotonic() - start < 60
 
 

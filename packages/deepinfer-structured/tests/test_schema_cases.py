@@ -26,14 +26,13 @@ NARROWED = {("format date-time", '"2024-02-31T00:00:00Z"'), ("format date-time",
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c["name"])
 def test_case(case, byte_vocabulary):
-    try:
-        grammar = compile_spec(Spec.json_schema(case["schema"]), byte_vocabulary, Options())
-    except StructuredError as error:
-        assert case["name"] in REFUSED, f"refused: {error}"
-        assert REFUSED[case["name"]] in str(error)
+    spec = Spec.json_schema(case["schema"])
+    if case["name"] in REFUSED:
+        with pytest.raises(StructuredError, match=REFUSED[case["name"]]):
+            compile_spec(spec, byte_vocabulary)
         assert not any(c["valid_per_jsonschema"] is True for c in case["checks"])
         return
-    assert case["name"] not in REFUSED
+    grammar = compile_spec(spec, byte_vocabulary, Options())
     for check in case["checks"]:
         data, matcher = list(check["instance"].encode()), grammar.matcher()
         accepted = matcher.accept(data) == len(data) and matcher.is_accepting

@@ -7,11 +7,13 @@ import functools
 import threading
 from dataclasses import replace
 
+from deepinfer_structured.bitmask import allocate_mask
 from deepinfer_structured.config import Options
 from deepinfer_structured.engines import llguidance, xgrammar
-from deepinfer_structured.errors import EngineMissing
+from deepinfer_structured.errors import EngineMissing, LimitExceeded, StructuredError
 from deepinfer_structured.grammar import Grammar
 from deepinfer_structured.lowering import Lowered, lower_spec
+from deepinfer_structured.schema import values
 from deepinfer_structured.spec import Spec
 from deepinfer_structured.vocab import Vocabulary
 from deepinfer_structured.worker import Worker
@@ -56,8 +58,6 @@ def lower_safely(spec: Spec, options: Options) -> Lowered:
 
 
 def _lower_quickly(spec: Spec, options: Options) -> Lowered | None:
-    from deepinfer_structured.errors import LimitExceeded
-
     try:
         return lower_spec(spec, options)
     except LimitExceeded:
@@ -65,14 +65,43 @@ def _lower_quickly(spec: Spec, options: Options) -> Lowered | None:
 
 
 def lower_on_trial(spec: Spec, options: Options) -> Lowered:
-    """Lower a specification and build it once for a small vocabulary: what the worker process runs."""
-    found = lower_spec(spec, options)
-    grammar = llguidance.LlguidanceGrammar(found.text, _trial_vocabulary())
-    matcher = grammar.matcher()
-    from deepinfer_structured.bitmask import allocate_mask
+    """Lower a specification and build it once for a small vocabulary: what the worker process runs.
 
-    matcher.fill(allocate_mask(1, _trial_vocabulary().size)[0])
+    A JSON schema whose alternatives multiply beyond the limits is given to llguidance's own schema compiler instead,
+    which enforces or refuses every keyword that it meets.
+    """
+    seconds = options.limits.seconds / 2 if spec.kind == "json_schema" else options.limits.seconds
+    try:
+        found = lower_spec(spec, replace(options, limits=replace(options.limits, seconds=seconds)))
+        _build_on_trial(found)
+    except StructuredError as error:
+        limited = isinstance(error, LimitExceeded) or str(error).startswith("panic")
+        if spec.kind != "json_schema" or not limited:
+            raise
+        found = _native_schema(spec, options, error)
+        _build_on_trial(found)
     return found
+
+
+def _native_schema(spec: Spec, options: Options, reason: StructuredError) -> Lowered:
+    schema = values.load(spec.content)
+    if len(spec.content) > options.limits.max_bytes or not isinstance(schema, dict):
+        raise reason
+    if values.depth(schema, options.limits.max_depth) > options.limits.max_depth:
+        raise reason
+    blank = {"whitespace_pattern": f"[ \\n\\r\\t]{{1,{options.max_whitespace}}}"} if options.max_whitespace else {}
+    overrides = blank or {"whitespace_flexible": False}
+    text = llguidance.require().LLMatcher.grammar_from_json_schema(spec.content, overrides=overrides)
+    try:
+        llguidance.LlguidanceGrammar(text, _trial_vocabulary())
+    except StructuredError as error:
+        raise LimitExceeded(f"{reason}; and llguidance refuses it: {error}") from None
+    return Lowered("llguidance", text, ("compiled by llguidance: too many alternatives to be lowered here",))
+
+
+def _build_on_trial(found: Lowered) -> None:
+    matcher = llguidance.LlguidanceGrammar(found.text, _trial_vocabulary()).matcher()
+    matcher.fill(allocate_mask(1, _trial_vocabulary().size)[0])
 
 
 @functools.cache
