@@ -52,15 +52,22 @@ def check(case: dict, **options: object) -> float:
 def run(recorder: Recorder) -> None:
     """Decode at several batch sizes, window-only layers, 16 heads, and prefill."""
     for queries, heads, selected, splits in (
-        (64, 64, 512, (1, 2)), (128, 64, 512, (1, 2)), (256, 64, 512, (1,)), (16, 64, 512, (2, 5, 8, 10)),
-        (1, 64, 512, (10,)), (64, 64, 0, (1, 2)), (64, 16, 512, (2,)), (64, 128, 512, (1,)),
-    ):  # fmt: skip
+        (64, 64, 512, (1, 2)),
+        (128, 64, 512, (1,)),
+        (256, 64, 512, (1,)),
+        (16, 64, 512, (1, 3)),
+        (1, 64, 512, (3,)),
+        (64, 64, 0, (1,)),
+        (64, 16, 512, (2,)),
+        (64, 128, 512, (1,)),
+    ):
         case = make_case(queries, heads, selected=selected)
         keys = 128 + selected
         nbytes = queries * (128 * 528 + selected * 288 + 2 * heads * 512 * 2)
         flops = queries * heads * keys * 512 * 2 * 2
         for split in splits:
-            def call(case=case, split=split):  # noqa: ANN001, ANN202
+
+            def call(case=case, split=split):
                 return attention.sparse_mla_decode(**case, splits=split, kernel="sm90")
 
             try:
@@ -68,27 +75,52 @@ def run(recorder: Recorder) -> None:
             except Exception as failure:
                 print(f"sparse_mla_decode b={queries} h={heads} FAILED {type(failure).__name__}: {str(failure)[:500]}")
                 continue
-            recorder.record("sparse_mla_decode", f"b={queries} h={heads} keys=128+{selected}", f"sm90 splits={split}", call,
-                            nbytes=nbytes, flops=flops, error=error)  # fmt: skip
+            recorder.record(
+                "sparse_mla_decode",
+                f"b={queries} h={heads} keys=128+{selected}",
+                f"sm90 splits={split}",
+                call,
+                nbytes=nbytes,
+                flops=flops,
+                error=error,
+            )
     case = make_case(64, 64)
     error = check(case, kernel="portable")
-    recorder.record("sparse_mla_decode", "b=64 h=64 keys=128+512", "portable",
-                    lambda: attention.sparse_mla_decode(**case, kernel="portable"),
-                    nbytes=64 * 346e3, flops=64 * 8.39e7, error=error)  # fmt: skip
+    recorder.record(
+        "sparse_mla_decode",
+        "b=64 h=64 keys=128+512",
+        "portable",
+        lambda: attention.sparse_mla_decode(**case, kernel="portable"),
+        nbytes=64 * 346e3,
+        flops=64 * 8.39e7,
+        error=error,
+    )
     case = make_case(4096, 64, distinct=False)
     error = check(case, kernel="sm90")
-    recorder.record("sparse_mla_prefill", "t=4096 h=64 keys=128+512", "sm90 from records",
-                    lambda: attention.sparse_mla_decode(**case, kernel="sm90"),
-                    nbytes=4096 * 2 * 64 * 512 * 2 + 32768 * 288 + 4096 * 528, flops=4096 * 8.39e7, error=error)  # fmt: skip
+    recorder.record(
+        "sparse_mla_prefill",
+        "t=4096 h=64 keys=128+512",
+        "sm90 from records",
+        lambda: attention.sparse_mla_decode(**case, kernel="sm90"),
+        nbytes=4096 * 2 * 64 * 512 * 2 + 32768 * 288 + 4096 * 528,
+        flops=4096 * 8.39e7,
+        error=error,
+    )
     kv = torch.randn(36864, 512, device="cuda").bfloat16()
     q = case["q"]
     idx = torch.cat((case["window_slots"], case["compressed_slots"] + 4096), 1)
     sink = case["sink"]
     out = attention.sparse_mla_prefill(q, kv, idx, sink, scale=512**-0.5)[:32]
     want = reference.sparse_mla_prefill(q[:32], kv, idx[:32], sink, scale=512**-0.5, dtype=torch.float32)[0]
-    recorder.record("sparse_mla_prefill", "t=4096 h=64 keys=640", "portable workspace",
-                    lambda: attention.sparse_mla_prefill(q, kv, idx, sink, scale=512**-0.5),
-                    nbytes=4096 * 2 * 64 * 512 * 2 + 36864 * 1024, flops=4096 * 8.39e7, error=relative_error(out, want))  # fmt: skip
+    recorder.record(
+        "sparse_mla_prefill",
+        "t=4096 h=64 keys=640",
+        "portable workspace",
+        lambda: attention.sparse_mla_prefill(q, kv, idx, sink, scale=512**-0.5),
+        nbytes=4096 * 2 * 64 * 512 * 2 + 36864 * 1024,
+        flops=4096 * 8.39e7,
+        error=relative_error(out, want),
+    )
 
 
 if __name__ == "__main__":

@@ -94,7 +94,6 @@ def measure_ceilings() -> Ceilings:
     a = torch.randn(2**29, device="cuda")
     b = torch.empty_like(a)
     copy = statistics.median(_timed(lambda: b.copy_(a)) for _ in range(9))
-    del a, b
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     y = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
@@ -139,7 +138,9 @@ class Recorder:
             cold = time_cold(fn)
             hot = time_warm(fn) if warm else float("nan")
         except Exception as failure:
-            print(f"{op:22s} {shape:34s} {kernel:22s} FAILED {type(failure).__name__}: {str(failure)[:300]}", flush=True)
+            print(
+                f"{op:22s} {shape:34s} {kernel:22s} FAILED {type(failure).__name__}: {str(failure)[:300]}", flush=True
+            )
             return None
         memory_us, matrix_us = nbytes / self.ceilings.copy_gbs / 1e3, flops / self.ceilings.bf16_tflops / 1e6
         ceiling = max(memory_us, matrix_us)

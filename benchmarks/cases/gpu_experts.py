@@ -12,6 +12,7 @@ HIDDEN, INTER, TOP_K = 5120, 2304, 6
 
 def make_experts(count: int) -> tuple[experts.PackedExperts, experts.PackedExperts]:
     """Random codes and scales: (natural of the first 8 experts, packed all)."""
+
     def one(rows: int, columns: int) -> weights.MxWeights:
         codes = torch.randint(0, 256, (count, rows, columns // 2), dtype=torch.uint8, device="cuda")
         scales = torch.randint(117, 121, (count, rows, columns // 32), dtype=torch.uint8, device="cuda")
@@ -33,8 +34,10 @@ def expert_bytes() -> int:
     return 3 * INTER * HIDDEN // 2 + 3 * INTER * HIDDEN // 32
 
 
-def run_experts(recorder: Recorder, count: int, tokens: int, configs: list[tuple[int, int, int] | None], made) -> None:  # noqa: ANN001
-    """One routing, several (token tile, weight rows, stages) configurations; None is the package's choice."""
+def run_experts(
+    recorder: Recorder, count: int, tokens: int, configs: list[tuple[int, int, int, int] | None], made
+) -> None:
+    """One routing, several (token tile, weight rows, stages, warps) configurations; None is the package's choice."""
     natural, packed = made
     ids, gates = route(tokens, count)
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
@@ -45,16 +48,23 @@ def run_experts(recorder: Recorder, count: int, tokens: int, configs: list[tuple
     for config in configs:
         if config is not None:
             experts._token_tile = lambda _tokens, bt=config[0]: bt
-            experts.gemm_config = lambda _tile, fp4, swiglu, c=config: (c[1], c[2])  # noqa: ARG005
+            experts.gemm_config = lambda _tile, fp4, c=config: c[1:]  # noqa: ARG005
         try:
             out = experts.moe_experts(x, ids, gates, packed, limit=10.0)
             few = slice(0, 6)
-            want = reference.moe_experts(x[few], ids[few], gates[few], natural.gate_up, natural.down, limit=10.0,
-                                         dtype=torch.float32)  # fmt: skip
+            want = reference.moe_experts(
+                x[few], ids[few], gates[few], natural.gate_up, natural.down, limit=10.0, dtype=torch.float32
+            )
             error = relative_error(out[few], want)
-            recorder.record("moe_experts", f"t={tokens} {active}/{count} experts", f"sm90 {config or 'default'}",
-                            lambda: experts.moe_experts(x, ids, gates, packed, limit=10.0),
-                            nbytes=nbytes, flops=flops, error=error)  # fmt: skip
+            recorder.record(
+                "moe_experts",
+                f"t={tokens} {active}/{count} experts",
+                f"sm90 {config or 'default'}",
+                lambda: experts.moe_experts(x, ids, gates, packed, limit=10.0),
+                nbytes=nbytes,
+                flops=flops,
+                error=error,
+            )
         except Exception as failure:
             print(f"moe t={tokens} {config} FAILED {type(failure).__name__}: {str(failure)[:300]}", flush=True)
         finally:
@@ -63,7 +73,12 @@ def run_experts(recorder: Recorder, count: int, tokens: int, configs: list[tuple
 
 def run_linear(recorder: Recorder) -> None:
     """Dense MXFP8 layers with 32x32 scales."""
-    for name, rows, columns in (("wq_a+wkv", 1792, 5120), ("wq_b", 32768, 1280), ("wo_b", 5120, 8192), ("shared up", 4608, 5120)):
+    for name, rows, columns in (
+        ("wq_a+wkv", 1792, 5120),
+        ("wq_b", 32768, 1280),
+        ("wo_b", 5120, 8192),
+        ("shared up", 4608, 5120),
+    ):
         codes = torch.randn(rows, columns, device="cuda").to(torch.float8_e4m3fn)
         scales = torch.randint(117, 121, (rows // 32, columns // 32), dtype=torch.uint8, device="cuda")
         natural = weights.mx_weights(codes, scales, fp4=False)
@@ -73,21 +88,31 @@ def run_linear(recorder: Recorder) -> None:
             x = torch.randn(tokens, columns, device="cuda").bfloat16()
             out = experts.mx_linear(x, packed)
             error = relative_error(out, reference.mx_linear(x, natural, torch.float32))
-            recorder.record("mx_linear", f"{name} t={tokens} {rows}x{columns}", "sm90",
-                            lambda x=x, packed=packed: experts.mx_linear(x, packed),
-                            nbytes=rows * columns * 33 / 32 + tokens * (rows + columns) * 2, flops=2 * tokens * rows * columns,
-                            error=error)  # fmt: skip
-            recorder.record("linear bf16 (cuBLAS)", f"{name} t={tokens} {rows}x{columns}", "torch",
-                            lambda x=x, dense=dense: torch.nn.functional.linear(x, dense),
-                            nbytes=rows * columns * 2 + tokens * (rows + columns) * 2, flops=2 * tokens * rows * columns)  # fmt: skip
+            recorder.record(
+                "mx_linear",
+                f"{name} t={tokens} {rows}x{columns}",
+                "sm90",
+                lambda x=x, packed=packed: experts.mx_linear(x, packed),
+                nbytes=rows * columns * 33 / 32 + tokens * (rows + columns) * 2,
+                flops=2 * tokens * rows * columns,
+                error=error,
+            )
+            recorder.record(
+                "linear bf16 (cuBLAS)",
+                f"{name} t={tokens} {rows}x{columns}",
+                "torch",
+                lambda x=x, dense=dense: torch.nn.functional.linear(x, dense),
+                nbytes=rows * columns * 2 + tokens * (rows + columns) * 2,
+                flops=2 * tokens * rows * columns,
+            )
 
 
 def run(recorder: Recorder, sweep: bool = False) -> None:
     """Decode and prefill of the whole layer, then linear layers."""
     made = make_experts(384)
     for tokens in (1, 8, 64, 256, 4096):
-        small: list[tuple[int, int, int] | None] = [(16, 64, 3), (16, 64, 4), (16, 128, 3), (16, 128, 4)]
-        large: list[tuple[int, int, int] | None] = [(64, 64, 3), (64, 128, 3), (64, 128, 2), (128, 64, 3), (32, 128, 3)]
+        small: list[tuple[int, int, int, int] | None] = [(16, 64, 4, 4), (16, 64, 5, 4), (16, 128, 4, 8)]
+        large: list[tuple[int, int, int, int] | None] = [(64, 128, 3, 4), (64, 256, 3, 8), (128, 128, 2, 8)]
         configs = ([*(small if tokens <= 256 else large)] if sweep and tokens >= 64 else []) + [None]
         run_experts(recorder, 384, tokens, configs, made)
     del made

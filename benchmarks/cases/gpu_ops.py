@@ -12,16 +12,37 @@ D, S, VOCAB = 5120, 4, 129280
 
 def run_mhc(recorder: Recorder) -> None:
     """The fused seam: bytes = streams read and written, output read, x written."""
-    fn, base, scale = torch.randn(24, S * D, device="cuda") * 0.01, torch.randn(24, device="cuda"), torch.randn(3, device="cuda")
+    fn, base, scale = (
+        torch.randn(24, S * D, device="cuda") * 0.01,
+        torch.randn(24, device="cuda"),
+        torch.randn(3, device="cuda"),
+    )
     weight = torch.randn(D, device="cuda").bfloat16()
     for t in (8, 64, 1024, 4096):
         streams = torch.randn(t, S, D, device="cuda").bfloat16()
         output = torch.randn(t, D, device="cuda").bfloat16()
         post, pre = torch.rand(t, S, device="cuda"), torch.rand(t, S, device="cuda")
         comb = torch.rand(t, S, S, device="cuda") / S
-        recorder.record("mhc_step", f"t={t}", "portable", lambda: kernels.mhc_step(
-            streams, fn, base, scale, pre=pre, norm_weight=weight, norm_eps=1e-20, iterations=20, eps=1e-6,
-            output=output, post=post, comb=comb), nbytes=t * D * 2 * (2 * S + 2) + fn.numel() * 4)  # fmt: skip
+        recorder.record(
+            "mhc_step",
+            f"t={t}",
+            "portable",
+            lambda: kernels.mhc_step(
+                streams,
+                fn,
+                base,
+                scale,
+                pre=pre,
+                norm_weight=weight,
+                norm_eps=1e-20,
+                iterations=20,
+                eps=1e-6,
+                output=output,
+                post=post,
+                comb=comb,
+            ),
+            nbytes=t * D * 2 * (2 * S + 2) + fn.numel() * 4,
+        )
 
 
 def run_router(recorder: Recorder) -> None:
@@ -29,8 +50,14 @@ def run_router(recorder: Recorder) -> None:
     weight, bias = torch.randn(384, D, device="cuda").bfloat16() * 0.01, torch.randn(384, device="cuda") * 0.1
     for t in (64, 1024, 4096):
         x = torch.randn(t, D, device="cuda").bfloat16()
-        recorder.record("router", f"t={t}", "portable", lambda: kernels.router(x, weight, bias, k=6, normalise=True, scale=1.5),
-                        nbytes=t * D * 2 + weight.numel() * 2, flops=2 * t * D * 384)  # fmt: skip
+        recorder.record(
+            "router",
+            f"t={t}",
+            "portable",
+            lambda: kernels.router(x, weight, bias, k=6, normalise=True, scale=1.5),
+            nbytes=t * D * 2 + weight.numel() * 2,
+            flops=2 * t * D * 384,
+        )
 
 
 def run_indexer(recorder: Recorder) -> None:
@@ -49,17 +76,38 @@ def run_indexer(recorder: Recorder) -> None:
         visible = torch.full((t,), entries, dtype=torch.int32, device="cuda")
         rows = torch.arange(t, device="cuda", dtype=torch.int32)
         call = lambda: kernels.indexer_logits(q, weights, paged, table, rows, visible, max_entries=entries)  # noqa: E731
-        recorder.record("indexer_logits", f"q={t} entries={entries}", "portable", call,
-                        nbytes=t * entries * (68 + 4), flops=2 * t * entries * 32 * 128)  # fmt: skip
+        recorder.record(
+            "indexer_logits",
+            f"q={t} entries={entries}",
+            "portable",
+            call,
+            nbytes=t * entries * (68 + 4),
+            flops=2 * t * entries * 32 * 128,
+        )
         scores = call()
-        recorder.record("topk_lowest_index", f"{t}x{entries} k=512", "portable", lambda: kernels.topk_lowest_index(scores, 512),
-                        nbytes=t * entries * 4)  # fmt: skip
+        recorder.record(
+            "topk_lowest_index",
+            f"{t}x{entries} k=512",
+            "portable",
+            lambda: kernels.topk_lowest_index(scores, 512),
+            nbytes=t * entries * 4,
+        )
     if entries:
         zeros = torch.zeros(64, 65536, device="cuda")
-        recorder.record("topk_lowest_index", "64x65536 k=512 all equal", "portable",
-                        lambda: kernels.topk_lowest_index(zeros, 512), nbytes=64 * 65536 * 4)  # fmt: skip
-        recorder.record("topk (torch, any tie)", "64x65536 k=512", "torch", lambda: torch.topk(scores.view(-1)[: 64 * 16384].view(64, -1), 512),
-                        nbytes=64 * 16384 * 4)  # fmt: skip
+        recorder.record(
+            "topk_lowest_index",
+            "64x65536 k=512 all equal",
+            "portable",
+            lambda: kernels.topk_lowest_index(zeros, 512),
+            nbytes=64 * 65536 * 4,
+        )
+        recorder.record(
+            "topk (torch, any tie)",
+            "64x65536 k=512",
+            "torch",
+            lambda: torch.topk(scores.view(-1)[: 64 * 16384].view(64, -1), 512),
+            nbytes=64 * 16384 * 4,
+        )
 
 
 def run_rows(recorder: Recorder) -> None:
@@ -67,28 +115,55 @@ def run_rows(recorder: Recorder) -> None:
     for t in (64, 4096):
         x = torch.randn(t, D, device="cuda").bfloat16()
         weight = torch.randn(D, device="cuda").bfloat16()
-        recorder.record("rms_norm", f"t={t} n={D}", "portable", lambda: kernels.rms_norm(x, weight, 1e-20), nbytes=t * D * 4)
+        recorder.record(
+            "rms_norm", f"t={t} n={D}", "portable", lambda: kernels.rms_norm(x, weight, 1e-20), nbytes=t * D * 4
+        )
         q = torch.randn(t, 64, 512, device="cuda").bfloat16()
         table = (torch.randn(t, 32, device="cuda"), torch.randn(t, 32, device="cuda"))
-        recorder.record("rope (in place)", f"t={t} 64x512", "portable", lambda: kernels.rope(q, table, inplace=True),
-                        nbytes=t * 64 * 64 * 2 * 2 + t * 256)  # fmt: skip
+        recorder.record(
+            "rope (in place)",
+            f"t={t} 64x512",
+            "portable",
+            lambda: kernels.rope(q, table, inplace=True),
+            nbytes=t * 64 * 64 * 2 * 2 + t * 256,
+        )
         kv = torch.randn(t, 512, device="cuda").bfloat16()
         kw = torch.randn(512, device="cuda").bfloat16()
         for fmt in ("fp8", "nvfp4"):
             pool = records.new_pool(2 * t, fmt, 512, "cuda")
             slots = torch.randperm(2 * t, device="cuda")[:t]
-            recorder.record("norm_rope_insert", f"t={t} {fmt}", "portable",
-                            lambda: kernels.norm_rope_insert(pool, slots, kv, fmt, norm_weight=kw, eps=1e-20, table=table),
-                            nbytes=t * (1024 + pool.shape[1] + 264))  # fmt: skip
-            recorder.record("kv_gather", f"t={t} {fmt}", "portable",
-                            lambda: kernels.kv_gather(pool, slots, fmt, 512, torch.bfloat16), nbytes=t * (1024 + pool.shape[1]))  # fmt: skip
+            recorder.record(
+                "norm_rope_insert",
+                f"t={t} {fmt}",
+                "portable",
+                lambda: kernels.norm_rope_insert(pool, slots, kv, fmt, norm_weight=kw, eps=1e-20, table=table),
+                nbytes=t * (1024 + pool.shape[1] + 264),
+            )
+            recorder.record(
+                "kv_gather",
+                f"t={t} {fmt}",
+                "portable",
+                lambda: kernels.kv_gather(pool, slots, fmt, 512, torch.bfloat16),
+                nbytes=t * (1024 + pool.shape[1]),
+            )
         values = torch.randn(t, 2, 512, device="cuda")
-        recorder.record("compress", f"groups={t} ratio=2", "portable", lambda: kernels.compress(values, values), nbytes=t * 512 * 4 * 3)
+        recorder.record(
+            "compress",
+            f"groups={t} ratio=2",
+            "portable",
+            lambda: kernels.compress(values, values),
+            nbytes=t * 512 * 4 * 3,
+        )
         table8 = torch.randn(1 << 20, 256, device="cuda").to(torch.float8_e4m3fn)
         scale = torch.randint(120, 130, (1 << 20, 8), dtype=torch.uint8, device="cuda").view(torch.float8_e8m0fnu)
         rows = torch.randint(0, 1 << 20, (t, 24), device="cuda")
-        recorder.record("engram_gather", f"t={t} 24x256", "portable",
-                        lambda: kernels.engram_gather(table8, scale, rows, torch.bfloat16), nbytes=t * 24 * (264 + 512))  # fmt: skip
+        recorder.record(
+            "engram_gather",
+            f"t={t} 24x256",
+            "portable",
+            lambda: kernels.engram_gather(table8, scale, rows, torch.bfloat16),
+            nbytes=t * 24 * (264 + 512),
+        )
 
 
 def run_vocab(recorder: Recorder) -> None:
@@ -96,14 +171,30 @@ def run_vocab(recorder: Recorder) -> None:
     logits = torch.randn(64, VOCAB, device="cuda")
     embed, head = torch.randn(VOCAB, 256, device="cuda").bfloat16(), torch.randn(VOCAB, 256, device="cuda").bfloat16()
     previous = torch.randint(0, VOCAB, (64,), device="cuda")
-    recorder.record("markov_step", "b=64 rank=256", "portable", lambda: kernels.markov_step(logits, previous, embed, head),
-                    nbytes=VOCAB * 512 + 64 * VOCAB * 8, flops=2 * 64 * VOCAB * 256)  # fmt: skip
+    recorder.record(
+        "markov_step",
+        "b=64 rank=256",
+        "portable",
+        lambda: kernels.markov_step(logits, previous, embed, head),
+        nbytes=VOCAB * 512 + 64 * VOCAB * 8,
+        flops=2 * 64 * VOCAB * 256,
+    )
     mask = torch.randint(-(2**31), 2**31, (64, VOCAB // 32), device="cuda").int()
     scratch = logits.clone()
-    recorder.record("apply_bitmask", "64 rows", "portable", lambda: kernels.apply_bitmask(scratch, mask), nbytes=64 * VOCAB * 2)
+    recorder.record(
+        "apply_bitmask", "64 rows", "portable", lambda: kernels.apply_bitmask(scratch, mask), nbytes=64 * VOCAB * 2
+    )
     temperature, seeds = torch.full((64,), 0.7, device="cuda"), torch.arange(64, device="cuda")
-    recorder.record("sample", "64 rows T=0.7", "portable", lambda: kernels.sample(logits, temperature, seeds), nbytes=64 * VOCAB * 4)
-    recorder.record("sample", "64 rows greedy", "portable", lambda: kernels.sample(logits, temperature * 0, seeds), nbytes=64 * VOCAB * 4)
+    recorder.record(
+        "sample", "64 rows T=0.7", "portable", lambda: kernels.sample(logits, temperature, seeds), nbytes=64 * VOCAB * 4
+    )
+    recorder.record(
+        "sample",
+        "64 rows greedy",
+        "portable",
+        lambda: kernels.sample(logits, temperature * 0, seeds),
+        nbytes=64 * VOCAB * 4,
+    )
 
 
 def run_gqa(recorder: Recorder) -> None:
@@ -120,9 +211,14 @@ def run_gqa(recorder: Recorder) -> None:
             rows = torch.arange(sequences, device="cuda").int()
             q = torch.randn(sequences * chunk, heads, d, device="cuda").bfloat16()
             pairs = chunk * length - chunk * (chunk - 1) // 2
-            recorder.record("paged_gqa", f"{name} {sequences}x{chunk} of {length}", "portable",
-                            lambda: kernels.paged_gqa(q, keys, values, table, rows, starts, lens, scale=d**-0.5, max_queries=chunk),
-                            nbytes=sequences * length * kv * d * 4 + q.numel() * 4, flops=4 * sequences * pairs * heads * d)  # fmt: skip
+            recorder.record(
+                "paged_gqa",
+                f"{name} {sequences}x{chunk} of {length}",
+                "portable",
+                lambda: kernels.paged_gqa(q, keys, values, table, rows, starts, lens, scale=d**-0.5, max_queries=chunk),
+                nbytes=sequences * length * kv * d * 4 + q.numel() * 4,
+                flops=4 * sequences * pairs * heads * d,
+            )
 
 
 def run(recorder: Recorder) -> None:

@@ -75,7 +75,12 @@ class CompileReport:
 
 
 def compile_kernel(
-    fn: Any, signature: dict[str, str], constants: dict[str, Any], arch: int, *, divisible: tuple[str, ...] = (),
+    fn: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    arch: int,
+    *,
+    divisible: tuple[str, ...] = (),
     **options: Any,
 ) -> tuple[Any, CompileReport]:
     """Compile a `@triton.jit` or `@gluon.jit` kernel for sm_90 or sm_100 without a GPU.
@@ -121,11 +126,14 @@ def report(kernel: Any, name: str, arch: int) -> CompileReport:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [_binary("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout + subprocess.run(
-            [_binary("cuobjdump"), "-sass", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        usage = (
+            subprocess.run(
+                [_binary("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
+            ).stdout
+            + subprocess.run(
+                [_binary("cuobjdump"), "-sass", file.name], capture_output=True, text=True, check=True
+            ).stdout
+        )
     registers = max(map(int, re.findall(r"REG:(\d+)", usage)), default=0)
     stack = max(map(int, re.findall(r"STACK:(\d+)", usage)), default=0)
     return CompileReport(

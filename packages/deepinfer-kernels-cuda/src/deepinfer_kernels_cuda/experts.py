@@ -97,8 +97,10 @@ def moe_experts(
         return out
     ids, weights = ids.contiguous(), weights.contiguous()
     order, offsets = group_pairs(ids, packed.count)
-    parts = _run_sm90(x, ids, weights, packed, order, offsets, limit) if packed.gate_up.packed else _run_portable(
-        x, ids, weights, packed, order, offsets, limit
+    parts = (
+        _run_sm90(x, ids, weights, packed, order, offsets, limit)
+        if packed.gate_up.packed
+        else _run_portable(x, ids, weights, packed, order, offsets, limit)
     )
     _combine(parts, ids, shared, out)
     return out
@@ -127,10 +129,10 @@ def _combine(parts: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor | None
     )  # fmt: skip
 
 
-def _run_sm90(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:  # noqa: ANN001
+def _run_sm90(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
     from .sm90.mx_gemm import sm90_mx_gemm_kernel
 
-    tokens, top_k = ids.shape
+    top_k = ids.shape[1]
     pairs, width = ids.numel(), packed.down.columns
     per_expert = -(-pairs // packed.count)
     bt = _token_tile(per_expert)
@@ -138,26 +140,25 @@ def _run_sm90(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:  
     hidden = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     parts = torch.empty(pairs, packed.down.rows, dtype=x.dtype, device=x.device)
     for first, mx, source, target in ((True, packed.gate_up, x, hidden), (False, packed.down, hidden, parts)):
-        bn, stages = gemm_config(bt, fp4=True, swiglu=first)
+        bn, stages, warps = gemm_config(bt, fp4=True)
         n_blocks, k_blocks = mx.codes.shape[1], mx.codes.shape[2]
         sm90_mx_gemm_kernel[(-(-n_blocks * 64 // bn), packed.count, splits)](
             source, source.stride(0), mx.codes, mx.scales, target, target.stride(0), order, offsets, weights,
             mx.rows, mx.columns, n_blocks, k_blocks, top_k, float(limit),
             FP4=True, GROUPED=True, GATHER=first, SCATTER=not first, SWIGLU=first, SPLIT_K=1,
-            BN=bn, BT=bt, STAGES=stages, num_warps=4,
+            BN=bn, BT=bt, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return parts
 
 
-def gemm_config(token_tile: int, *, fp4: bool, swiglu: bool) -> tuple[int, int]:
-    """(weight rows a tile, stages) of the Hopper kernel, as measured on an H200."""
-    del swiglu
+def gemm_config(token_tile: int, *, fp4: bool) -> tuple[int, int, int]:
+    """(weight rows a tile, stages, warps) of the Hopper kernel, as measured on an H200."""
     if token_tile <= 16:
-        return 64, 4
-    return (128 if fp4 else 64), 3
+        return 64, 5, 4
+    return (128 if fp4 else 64), 3, 4
 
 
-def _run_portable(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:  # noqa: ANN001
+def _run_portable(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
     from .kernels.mx_gemm import clamped_swiglu_kernel, mx_gemm_kernel
 
     pairs, width = ids.numel(), packed.down.columns
@@ -211,14 +212,14 @@ def mx_linear(
     return out
 
 
-def _linear_sm90(x, weights, out, swiglu_limit) -> None:  # noqa: ANN001
+def _linear_sm90(x, weights, out, swiglu_limit) -> None:
     from .kernels.mx_gemm import sum_splits_kernel
     from .sm90.mx_gemm import sm90_mx_gemm_kernel
 
     tokens = x.shape[0]
     n_blocks, k_blocks = weights.codes.shape[1], weights.codes.shape[2]
     bt = _token_tile(tokens)
-    bn, stages = gemm_config(bt, fp4=weights.fp4, swiglu=swiglu_limit is not None)
+    bn, stages, warps = gemm_config(bt, fp4=weights.fp4)
     tiles = -(-n_blocks * 64 // bn) * -(-tokens // bt)
     splits = 1
     if swiglu_limit is None and tiles < 264:
@@ -231,7 +232,7 @@ def _linear_sm90(x, weights, out, swiglu_limit) -> None:  # noqa: ANN001
         weights.codes, weights.codes, weights.scales,
         weights.rows, weights.columns, n_blocks, k_blocks, tokens, float(swiglu_limit or 0.0),
         FP4=weights.fp4, GROUPED=False, GATHER=False, SCATTER=False, SWIGLU=swiglu_limit is not None, SPLIT_K=splits,
-        BN=bn, BT=bt, STAGES=stages, num_warps=4,
+        BN=bn, BT=bt, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if splits > 1:
         block = 512
@@ -240,7 +241,7 @@ def _linear_sm90(x, weights, out, swiglu_limit) -> None:  # noqa: ANN001
         )
 
 
-def _linear_portable(x, weights, out, swiglu_limit) -> None:  # noqa: ANN001
+def _linear_portable(x, weights, out, swiglu_limit) -> None:
     from .kernels.mx_gemm import clamped_swiglu_kernel, mx_gemm_kernel
 
     tokens = x.shape[0]

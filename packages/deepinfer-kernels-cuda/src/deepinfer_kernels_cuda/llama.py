@@ -78,7 +78,7 @@ def paged_gqa(
         values.stride(0), values.stride(1), values.stride(2), block_table, block_table.stride(0), table_rows,
         query_starts, seq_lens, out, out.stride(0), out.stride(1), partial, lse, scale * _LOG2E,
         GROUP=group, GROUP_PAD=pad, BQ=bq, BLOCK=block, BN=32 if wide else 64, WIDTH=d,
-        D=max(16, 1 << (d - 1).bit_length()), SPLITS=splits, TILES=tiles, num_warps=4, num_stages=2,
+        D=max(16, 1 << (d - 1).bit_length()), SPLITS=splits, num_warps=4, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[(t * heads,)](
@@ -102,7 +102,9 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tenso
     require_inner("logits", logits)
     require_dtype("bitmask", bitmask, torch.int32)
     vocab = logits.shape[1]
-    require(bitmask.shape[1] * 32 >= vocab, f"bitmask has {bitmask.shape[1]} words; {vocab} tokens need {-(-vocab // 32)}")
+    require(
+        bitmask.shape[1] * 32 >= vocab, f"bitmask has {bitmask.shape[1]} words; {vocab} tokens need {-(-vocab // 32)}"
+    )
     rows = torch.arange(bitmask.shape[0], device=logits.device) if rows is None else rows
     require_same_device(logits, bitmask, rows)
     if bitmask.shape[0]:
@@ -145,7 +147,9 @@ class MarkovStep(NamedTuple):
     embedding: torch.Tensor
 
 
-def markov_step(base_logits: torch.Tensor, previous: torch.Tensor, embed: torch.Tensor, head: torch.Tensor) -> MarkovStep:
+def markov_step(
+    base_logits: torch.Tensor, previous: torch.Tensor, embed: torch.Tensor, head: torch.Tensor
+) -> MarkovStep:
     """Add the transition bias of the previous token (V4.1 section 2.9).
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .checks import require, require_dims, require_dtype, require_same_device
 
@@ -25,50 +26,95 @@ class MhcStep(NamedTuple):
     x: torch.Tensor
 
 
-def _launch(streams, *, output=None, post=None, comb=None, pre=None, fn=None):  # noqa: ANN001, ANN202
-    """Run the streaming kernel; returns (new streams, collapsed, mix partials, square partials, spans, rows)."""
-    from .kernels.mhc import mhc_stream_kernel
+_SPLIT_CACHE = WeakTensorKeyDictionary()
+
+
+def split_projection(fn: torch.Tensor) -> torch.Tensor:
+    """`fn` as the sum of two bfloat16 matrices (16 bits of mantissa), padded: [64, S * d]; made once a tensor.
+
+    bfloat16 streams times it on the matrix units then differ from float32 by 2^-17 relative, below the streams' own 2^-9.
+    """
+    have = _SPLIT_CACHE.get(fn)
+    if have is not None and have[0] == fn._version:
+        return have[1]
+    half = max(16, 1 << (fn.shape[0] - 1).bit_length())
+    split = torch.zeros(2 * half, fn.shape[1], dtype=torch.bfloat16, device=fn.device)
+    split[: fn.shape[0]] = fn
+    split[half : half + fn.shape[0]] = fn - split[: fn.shape[0]].float()
+    _SPLIT_CACHE[fn] = (fn._version, split)
+    return split
+
+
+class _Partial(NamedTuple):
+    mix: torch.Tensor
+    square: torch.Tensor
+    spans: int
+    rows: int
+    low: int
+
+
+def _rows_pass(streams, *, output=None, post=None, comb=None, pre=None, weight=None, eps=0.0, square=False):
+    """Run the row kernel; returns (new streams, collapsed and possibly normalised, square sums)."""
+    from .kernels.mhc import mhc_row_kernel
 
     t, s, d = streams.shape
-    rows = max(16, 1 << (s * (s + 2) - 1).bit_length())
-    bt = 16 if t <= 256 else 32
-    bc = min(64, max(16, 1 << (d - 1).bit_length()))
-    span = bc * (2 if t <= 256 else 8)
-    spans = -(-d // span)
     new = torch.empty_like(streams) if output is not None else streams
-    collapsed = streams.new_empty(t, d) if pre is not None else streams
-    mix_part = torch.empty(spans, t, rows, dtype=torch.float32, device=streams.device) if fn is not None else streams
-    square = torch.empty(spans, t, dtype=torch.float32, device=streams.device) if fn is not None else streams
-    mhc_stream_kernel[(-(-t // bt), spans)](
-        streams, output, post, comb, pre, fn, new, collapsed, mix_part, square, t, d,
-        HAS_POST=output is not None, HAS_COLLAPSE=pre is not None, HAS_MIX=fn is not None,
-        PRECISION="ieee" if streams.dtype == torch.float32 else "tf32x3",
-        S=s, ROWS=rows, BT=bt, BC=bc, SPAN=span, num_warps=4, num_stages=2,
+    out = streams.new_empty(t, d) if pre is not None else streams
+    squares = torch.empty(t, dtype=torch.float32, device=streams.device) if square else streams
+    main = max(16, 1 << (d.bit_length() - 1))
+    rest = 1 << (d - main - 1).bit_length() if d > main else 0
+    if t:
+        mhc_row_kernel[(t,)](
+            streams, output, post, comb, pre, weight, new, out, squares, d, eps,
+            HAS_POST=output is not None, HAS_COLLAPSE=pre is not None, HAS_NORM=weight is not None, HAS_SQUARE=square,
+            S=s, D=main, REST=rest, num_warps=8 if main >= 4096 else 4,
+        )  # fmt: skip
+    return new, out, squares
+
+
+def _project(streams: torch.Tensor, fn: torch.Tensor, squares: torch.Tensor) -> _Partial:
+    """Partial products of the streams with fn."""
+    from .kernels.mhc import mhc_project_kernel
+
+    t, s, d = streams.shape
+    split = streams.dtype == torch.bfloat16
+    rows = max(16, 1 << (s * (s + 2) - 1).bit_length()) * (2 if split else 1)
+    bt, bk = (16, 32) if not split else (16, 128) if t <= 256 else (64, 64)
+    width = s * d
+    tiles = -(-t // bt)
+    span = max(bk * 2, -(-width // max(1, min(32, round(528 / tiles)))))
+    span = -(-span // bk) * bk
+    spans = -(-width // span)
+    part = torch.empty(spans, rows, t, dtype=torch.float32, device=streams.device)
+    mhc_project_kernel[(tiles, spans)](
+        streams, split_projection(fn) if split else fn, part, t, width, rows if split else fn.shape[0],
+        ROWS=rows, BT=bt, BK=bk, SPAN=span, num_warps=4, num_stages=4 if split else 1,
     )  # fmt: skip
-    return new, collapsed, mix_part, square, spans, rows
+    return _Partial(part, squares, spans, rows, rows // 2 if split else 0)
 
 
-def _finish(streams, partial, base, scale, iterations, eps, mix_eps, collapsed, norm_weight, norm_eps):  # noqa: ANN001, ANN202
+def _finish(
+    streams: torch.Tensor, part: _Partial, base, scale, iterations: int, eps: float, norm_eps: float
+) -> HyperMix:
     from .kernels.mhc import mhc_finish_kernel
 
     t, s, d = streams.shape
-    mix_part, square, spans, rows = partial
-    has_mix, has_norm = base is not None, norm_weight is not None
-    mix = HyperMix(*(torch.empty(t, *shape, dtype=torch.float32, device=streams.device) for shape in ((s,), (s,), (s, s))))
-    x = torch.empty_like(collapsed) if has_norm else streams
-    mhc_finish_kernel[(t,)](
-        mix_part, square, base, scale, *mix, collapsed, norm_weight, x, t, d, spans,
-        iterations, eps, mix_eps, norm_eps, HAS_MIX=has_mix, HAS_NORM=has_norm,
-        S=s, ROWS=rows, D=max(16, 1 << (d - 1).bit_length()), num_warps=4,
+    mix = HyperMix(
+        *(torch.empty(t, *shape, dtype=torch.float32, device=streams.device) for shape in ((s,), (s,), (s, s)))
+    )
+    bt = 1 if t <= 1024 else 4
+    mhc_finish_kernel[(-(-t // bt),)](
+        part.mix, part.square, base, scale, *mix, t, d, part.spans, iterations, eps, norm_eps,
+        S=s, ROWS=part.rows, LOW=part.low, SPANS=1 << (part.spans - 1).bit_length(), BT=bt, num_warps=1,
     )  # fmt: skip
-    return mix, x
+    return mix
 
 
 def _check(streams: torch.Tensor, **others: torch.Tensor | None) -> None:
     require_dims("streams", streams, 3)
     require_dtype("streams", streams, torch.bfloat16, torch.float32)
     s = streams.shape[1]
-    require(s & (s - 1) == 0 and s <= 8, f"{s} streams; allowed: 1, 2, 4, 8")
+    require(s in (1, 2, 4), f"{s} streams; allowed: 1, 2, 4")
     for name, tensor in {"streams": streams, **others}.items():
         if tensor is not None:
             require(tensor.is_contiguous(), f"{name} must be contiguous, has strides {tensor.stride()}")
@@ -108,8 +154,9 @@ def mhc_step(
     """
     _check(streams, fn=fn, pre=pre, output=output, post=post, comb=comb)
     require((output is None) == (post is None) == (comb is None), "output, post and comb come together")
-    new, collapsed, *partial = _launch(streams, output=output, post=post, comb=comb, pre=pre, fn=fn)
-    mix, x = _finish(streams, partial, base, scale, iterations, eps, norm_eps, collapsed, norm_weight, norm_eps)
+    new, x, squares = _rows_pass(streams, output=output, post=post, comb=comb, pre=pre, weight=norm_weight, eps=norm_eps,
+                                 square=True)  # fmt: skip
+    mix = _finish(streams, _project(new, fn, squares), base, scale, iterations, eps, norm_eps)
     return MhcStep(new, mix, x)
 
 
@@ -119,17 +166,17 @@ def mhc_pre(
 ) -> HyperMix:  # fmt: skip
     """A site's coefficients; arguments as in `mhc_step`."""
     _check(streams, fn=fn)
-    _, collapsed, *partial = _launch(streams, fn=fn)
-    return _finish(streams, partial, base, scale, iterations, eps, norm_eps, collapsed, None, norm_eps)[0]
+    part = _project(streams, fn, _rows_pass(streams, square=True)[2])
+    return _finish(streams, part, base, scale, iterations, eps, norm_eps)
 
 
 def mhc_collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """Sum over streams of pre * stream: [t, S, d] and float32 [t, S] to [t, d], streams' dtype."""
     _check(streams, pre=pre)
-    return _launch(streams, pre=pre)[1]
+    return _rows_pass(streams, pre=pre)[1]
 
 
 def mhc_post(output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
     """new_o = post_o * output + sum_i comb[i, o] * streams_i: [t, S, d] in output's dtype."""
     _check(streams, output=output, post=post, comb=comb)
-    return _launch(streams, output=output, post=post, comb=comb)[0]
+    return _rows_pass(streams, output=output, post=post, comb=comb)[0]

@@ -31,9 +31,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     if flat.shape[0]:
         warps = 1 if n <= 512 else 4 if n <= 4096 else 8
-        rms_norm_kernel[(flat.shape[0],)](
-            flat, flat.stride(0), weight, out, n, n, eps, D=_power(n), num_warps=warps
-        )
+        rms_norm_kernel[(flat.shape[0],)](flat, flat.stride(0), weight, out, n, n, eps, D=_power(n), num_warps=warps)
     return out.view(x.shape)
 
 
@@ -54,13 +52,15 @@ def rope(x: torch.Tensor, table: Any, *, inverse: bool = False, inplace: bool = 
     view = x.unsqueeze(1) if x.dim() == 2 else x
     t, heads, n = view.shape
     pairs = cos.shape[-1]
-    require(cos.shape == sin.shape == (t, pairs), f"table has shapes {tuple(cos.shape)}, {tuple(sin.shape)}; x has {t} rows")
+    require(
+        cos.shape == sin.shape == (t, pairs), f"table has shapes {tuple(cos.shape)}, {tuple(sin.shape)}; x has {t} rows"
+    )
     require(2 * pairs <= n, f"{pairs} pairs do not fit {n} channels")
     require_same_device(x, cos, sin)
     cos, sin = cos.contiguous(), sin.contiguous()
     out = view if inplace else torch.empty(view.shape, dtype=x.dtype, device=x.device)
     if t:
-        bh = min(8, 1 << (heads - 1).bit_length())
+        bh = min(16 if inplace else 8, 1 << (heads - 1).bit_length())
         rope_kernel[(t, -(-heads // bh))](
             view, view.stride(0), view.stride(1), out, out.stride(0), out.stride(1), cos, sin, pairs,
             heads, n, pairs, INVERSE=inverse, COPY=not inplace, BH=bh, D=_power(n), P=_power(pairs), num_warps=4,
@@ -152,7 +152,9 @@ def compress(values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def engram_gather(table: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def engram_gather(
+    table: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """Read Engram rows.
 
     Args:
@@ -174,7 +176,8 @@ def engram_gather(table: torch.Tensor, scale: torch.Tensor | None, rows: torch.T
     if rows.numel():
         codes = table.view(torch.uint8) if scale is not None else table
         scales = scale.view(torch.uint8).contiguous() if scale is not None else None
-        engram_gather_kernel[(rows.numel(),)](
-            codes, scales, rows.contiguous(), out, n, HAS_SCALE=scale is not None, D=_power(n), num_warps=1
-        )
+        engram_gather_kernel[(-(-rows.numel() // 8),)](
+            codes, scales, rows.contiguous(), rows.numel(), out, n, HAS_SCALE=scale is not None, D=_power(n), BR=8,
+            num_warps=4,
+        )  # fmt: skip
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
@@ -41,7 +43,9 @@ def indexer_logits(
     groups = n // 32
     require(n % 32 == 0 and groups & (groups - 1) == 0, f"{n} channels; allowed: 32 times a power of two")
     require(1 <= heads <= 128, f"{heads} heads; allowed: 1..128")
-    require(pool.shape[2] == MXFP4.record_bytes(n), f"records of {pool.shape[2]} bytes; mxfp4 of {n} channels has others")
+    require(
+        pool.shape[2] == MXFP4.record_bytes(n), f"records of {pool.shape[2]} bytes; mxfp4 of {n} channels has others"
+    )
     require(tuple(weights.shape) == (t, heads), f"weights has shape {tuple(weights.shape)}; it needs [{t}, {heads}]")
     require_same_device(q, weights, pool, block_table, rows, visible)
     out = torch.empty(t, max_entries, dtype=torch.float32, device=q.device)
@@ -55,48 +59,43 @@ def indexer_logits(
     return out
 
 
-_PASSES = ((21, 11), (10, 11), (0, 10))
-
-
 def topk_lowest_index(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
     """Indices of the k highest entries of each row; of equal scores the lowest index wins, -inf is never selected.
 
+    Chunks of a row are reduced to their own exact top k, then the survivors, until one chunk is left.
+
     Args:
-        scores: [t, n] float32 or bfloat16, last dimension contiguous, no NaN.
-        k: Columns of the result.
+        scores: [t, n] float32 or bfloat16, last dimension contiguous, no NaN in the entries that count; n < 2^31.
+        k: Columns of the result, up to 4096.
         lengths: int32 [t], entries of a row that count; None = n.
 
     Returns:
         int32 [t, k], ascending, -1 where a row has fewer than k.
     """
-    from .kernels.selection import topk_digit_kernel, topk_histogram_kernel, topk_select_kernel
+    from .kernels.selection import topk_chunk_kernel
 
     require_dims("scores", scores, 2)
     require_inner("scores", scores)
-    require(k >= 1, f"k is {k}; allowed: 1 and more")
+    require(1 <= k <= 4096, f"k is {k}; allowed: 1..4096")
     require_same_device(scores, lengths)
     t, n = scores.shape
-    out = torch.empty(t, k, dtype=torch.int32, device=scores.device)
     if not t:
-        return out
-    state = torch.zeros(t, 4, dtype=torch.int32, device=scores.device)
-    counts = torch.zeros(t, 2048, dtype=torch.int32, device=scores.device)
-    block = min(4096, max(256, 1 << max(n - 1, 1).bit_length()))
-    splits = max(1, min(-(-n // block), 512 // t))
-    has_lengths = lengths is not None
-    taken = 32
-    for i, (shift, bits) in enumerate(_PASSES):
-        topk_histogram_kernel[(splits, t)](
-            scores, scores.stride(0), lengths, n, state, counts,
-            SHIFT=shift, BITS=bits, PREFIX_SHIFT=taken, HAS_LENGTHS=has_lengths, BLOCK=block, num_warps=8,
+        return torch.empty(t, k, dtype=torch.int32, device=scores.device)
+    values, source, stride = scores, None, scores.stride(0)
+    block = max(4096, 4 << (k - 1).bit_length())
+    while True:
+        size = min(block, max(128, 1 << max(n - 1, 1).bit_length()))
+        chunks = max(1, -(-n // size))
+        index = torch.empty(t, chunks * k, dtype=torch.int32, device=scores.device)
+        kept = torch.empty(t, chunks * k, dtype=torch.float32, device=scores.device) if chunks > 1 else values
+        topk_chunk_kernel[(chunks, t)](
+            values, stride, source, lengths, n, kept, index, chunks,
+            K=k, K_BLOCK=1 << (k - 1).bit_length(), HAS_SOURCE=source is not None, HAS_LENGTHS=lengths is not None,
+            LAST=chunks == 1, BLOCK=size, num_warps=4 if size <= 1024 else 8 if size <= 4096 else 16,
         )  # fmt: skip
-        topk_digit_kernel[(t,)](state, counts, BITS=bits, FIRST=i == 0, K=k, num_warps=4)
-        taken = shift
-    topk_select_kernel[(t,)](
-        scores, scores.stride(0), lengths, n, state, out, out.stride(0), K=k, HAS_LENGTHS=has_lengths,
-        BLOCK=block, K_BLOCK=1 << (k - 1).bit_length(), num_warps=16 if block >= 2048 else 4,
-    )  # fmt: skip
-    return out
+        if chunks == 1:
+            return index
+        values, source, lengths, stride, n = kept, index, None, chunks * k, chunks * k
 
 
 def candidate_mask(scores: torch.Tensor, visible: torch.Tensor, *, blocks: int, block_size: int) -> torch.Tensor:
@@ -166,7 +165,7 @@ def router(
     bt, be, bk = (16, 64, 32) if wide else (16, 128, 128) if t <= 256 else (64, 128, 64)
     tiles = -(-t // bt) * -(-experts // be)
     spans = max(1, min(-(-d // (4 * bk)), round(264 / tiles)))
-    span = -(-(-(-d // spans)) // bk) * bk
+    span = math.ceil(math.ceil(d / spans) / bk) * bk
     spans = -(-d // span)
     part = torch.empty(spans, t, experts, dtype=torch.float32, device=x.device)
     router_logits_kernel[(-(-t // bt), -(-experts // be), spans)](

@@ -67,7 +67,9 @@ def mx_weights(codes: torch.Tensor, scales: torch.Tensor, *, fp4: bool) -> MxWei
     if scales.shape[1] == -(-rows // 32) and rows > scales.shape[1]:
         scales = scales.repeat_interleave(32, 1)[:, :rows]
     want = (codes.shape[0], rows, groups)
-    require(tuple(scales.shape) == want, f"scales have shape {tuple(scales.shape)}; codes of {rows}x{columns} need {want}")
+    require(
+        tuple(scales.shape) == want, f"scales have shape {tuple(scales.shape)}; codes of {rows}x{columns} need {want}"
+    )
     return MxWeights(codes.contiguous(), scales.contiguous(), rows, columns, fp4)
 
 

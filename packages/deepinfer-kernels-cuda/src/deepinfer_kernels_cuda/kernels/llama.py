@@ -11,7 +11,7 @@ def paged_gqa_kernel(
     q, q_stride_t, q_stride_h, keys, values, k_stride_b, k_stride_r, k_stride_h, v_stride_b, v_stride_r, v_stride_h,
     table, table_stride, table_rows, query_starts, seq_lens, out, out_stride_t, out_stride_h, partial, lse, scale_log2,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BQ: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
-    WIDTH: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles * splits, kv heads, sequences). Rows of a tile are BQ tokens x GROUP heads of one kv head."""
     tile = tl.program_id(0) // SPLITS
@@ -97,7 +97,9 @@ def bitmask_kernel(logits, stride, mask_words, mask_stride, rows, vocab, BLOCK: 
     inside = column < vocab
     word = tl.load(mask_words + item.to(tl.int64) * mask_stride + column // 32, mask=inside, other=-1)
     banned = ((word >> (column % 32)) & 1) == 0
-    tl.store(logits + row * stride + column, tl.full([BLOCK], float("-inf"), logits.dtype.element_ty), mask=inside & banned)
+    tl.store(
+        logits + row * stride + column, tl.full([BLOCK], float("-inf"), logits.dtype.element_ty), mask=inside & banned
+    )
 
 
 @triton.jit

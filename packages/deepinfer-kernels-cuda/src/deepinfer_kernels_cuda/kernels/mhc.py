@@ -1,4 +1,4 @@
-"""mHC in one pass over the streams: update, collapse, projection and square sums; then a small finishing kernel."""
+"""mHC: one pass over the streams, a skinny product for the coefficients, and a small finishing kernel."""
 
 from __future__ import annotations
 
@@ -7,96 +7,145 @@ import triton.language as tl
 
 
 @triton.jit
-def mhc_stream_kernel(
-    streams, output, post, comb, pre, fn, new_streams, collapsed, mix_part, square_part, tokens, d,
-    HAS_POST: tl.constexpr, HAS_COLLAPSE: tl.constexpr, HAS_MIX: tl.constexpr, PRECISION: tl.constexpr,
-    S: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, SPAN: tl.constexpr,
+def _row_piece(
+    streams, output, post, comb, pre, new_streams, token, channel, d,
+    HAS_POST: tl.constexpr, HAS_COLLAPSE: tl.constexpr, HAS_SQUARE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (token tiles, channel spans): new streams, collapsed input, partial projections [spans, T, ROWS].
+    """Update some channels of one token; returns their collapsed values and squares, float32 [D]."""
+    mask = channel < d
+    kind = streams.dtype.element_ty
+    row = token * (S * d) + channel
+    square = tl.zeros([D], tl.float32)
+    collapsed = tl.zeros([D], tl.float32)
+    r0 = tl.load(streams + row, mask=mask, other=0.0).to(tl.float32)
+    r1 = tl.load(streams + row + d, mask=mask, other=0.0).to(tl.float32) if S > 1 else r0
+    r2 = tl.load(streams + row + 2 * d, mask=mask, other=0.0).to(tl.float32) if S > 2 else r0
+    r3 = tl.load(streams + row + 3 * d, mask=mask, other=0.0).to(tl.float32) if S > 2 else r0
+    if HAS_POST:
+        y = tl.load(output + token * d + channel, mask=mask, other=0.0).to(tl.float32)
+    for o in tl.static_range(S):
+        if HAS_POST:
+            mix = comb + token * (S * S) + o
+            value = tl.load(post + token * S + o) * y + tl.load(mix) * r0
+            if S > 1:
+                value += tl.load(mix + S) * r1
+            if S > 2:
+                value += tl.load(mix + 2 * S) * r2 + tl.load(mix + 3 * S) * r3
+            rounded = value.to(kind)
+            tl.store(new_streams + row + o * d, rounded, mask=mask)
+            value = rounded.to(tl.float32)
+        else:
+            value = r0 if o == 0 else r1 if o == 1 else r2 if o == 2 else r3
+        if HAS_COLLAPSE:
+            collapsed += tl.load(pre + token * S + o) * value
+        if HAS_SQUARE:
+            square += value * value
+    return collapsed.to(kind), tl.sum(square, 0)
 
-    Every stream element is read once and written once; `fn` comes from L2 once a token tile.
+
+@triton.jit
+def mhc_row_kernel(
+    streams, output, post, comb, pre, norm_weight, new_streams, out, squares, d, norm_eps,
+    HAS_POST: tl.constexpr, HAS_COLLAPSE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SQUARE: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """One program a token, the whole row in registers: update, collapse, norm and square sum; S is 1, 2 or 4.
+
+    Every stream element is read once and written once, and the collapsed row never leaves the chip unnormalised. The row
+    is D + REST channels, two powers of two, so that a width like 5120 wastes no lanes.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.arange(0, D)
+    a, square = _row_piece(streams, output, post, comb, pre, new_streams, token, first, d, HAS_POST, HAS_COLLAPSE,
+                           HAS_SQUARE, S, D)  # fmt: skip
+    total = tl.sum(a.to(tl.float32) * a.to(tl.float32), 0)
+    if REST > 0:
+        second = D + tl.arange(0, REST)
+        b, more = _row_piece(streams, output, post, comb, pre, new_streams, token, second, d, HAS_POST, HAS_COLLAPSE,
+                             HAS_SQUARE, S, REST)  # fmt: skip
+        square += more
+        total += tl.sum(b.to(tl.float32) * b.to(tl.float32), 0)
+    if HAS_SQUARE:
+        tl.store(squares + token, square)
+    if HAS_COLLAPSE:
+        inverse = 1.0 / tl.sqrt(total / d + norm_eps)
+        if HAS_NORM:
+            weight = tl.load(norm_weight + first, mask=first < d, other=0.0).to(tl.float32)
+            a = (a.to(tl.float32) * inverse * weight).to(out.dtype.element_ty)
+        tl.store(out + token * d + first, a, mask=first < d)
+        if REST > 0:
+            if HAS_NORM:
+                weight = tl.load(norm_weight + second, mask=second < d, other=0.0).to(tl.float32)
+                b = (b.to(tl.float32) * inverse * weight).to(out.dtype.element_ty)
+            tl.store(out + token * d + second, b, mask=second < d)
+
+
+@triton.jit
+def mhc_project_kernel(
+    streams, fn, mix_part, tokens, width, rows, ROWS: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Grid (token tiles, spans of S d): partial projections [spans, ROWS, T].
+
+    fn has `rows` rows: float32, or bfloat16 with the high parts first and the low parts from ROWS / 2 on.
     """
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     span = tl.program_id(1)
     here = token < tokens
     t64 = token.to(tl.int64)
-    mix_row = tl.arange(0, ROWS)
+    r = tl.arange(0, ROWS)
     acc = tl.zeros([BT, ROWS], tl.float32)
-    square = tl.zeros([BT], tl.float32)
-    for begin in range(span * SPAN, min((span + 1) * SPAN, d), BC):
-        channel = begin + tl.arange(0, BC)
-        mask = here[:, None] & (channel < d)[None, :]
-        if HAS_COLLAPSE:
-            total = tl.zeros([BT, BC], tl.float32)
-        if HAS_POST:
-            y = tl.load(output + t64[:, None] * d + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-        for o in tl.static_range(S):
-            if HAS_POST:
-                value = tl.load(post + t64 * S + o, mask=here, other=0.0)[:, None] * y
-                for i in tl.static_range(S):
-                    old = tl.load(streams + (t64[:, None] * S + i) * d + channel[None, :], mask=mask, other=0.0)
-                    weight = tl.load(comb + t64 * (S * S) + i * S + o, mask=here, other=0.0)
-                    value += weight[:, None] * old.to(tl.float32)
-                rounded = value.to(new_streams.dtype.element_ty)
-                tl.store(new_streams + (t64[:, None] * S + o) * d + channel[None, :], rounded, mask=mask)
-                value = rounded.to(tl.float32)
-            else:
-                value = tl.load(streams + (t64[:, None] * S + o) * d + channel[None, :], mask=mask, other=0.0)
-                value = value.to(tl.float32)
-            if HAS_COLLAPSE:
-                total += tl.load(pre + t64 * S + o, mask=here, other=0.0)[:, None] * value
-            if HAS_MIX:
-                square += tl.sum(value * value, 1)
-                f_mask = (mix_row < S * (S + 2))[:, None] & (channel < d)[None, :]
-                f_ptr = fn + mix_row[:, None].to(tl.int64) * (S * d) + o * d + channel[None, :]
-                projection = tl.load(f_ptr, mask=f_mask, other=0.0)
-                acc = tl.dot(value, tl.trans(projection), acc, input_precision=PRECISION)
-        if HAS_COLLAPSE:
-            target = collapsed + t64[:, None] * d + channel[None, :]
-            tl.store(target, total.to(collapsed.dtype.element_ty), mask=mask)
-    if HAS_MIX:
-        part = (span * tokens + t64)[:, None] * ROWS + mix_row[None, :]
-        tl.store(mix_part + part, acc, mask=here[:, None])
-        tl.store(square_part + span * tokens + t64, square, mask=here)
+    for begin in range(span * SPAN, min((span + 1) * SPAN, width), BK):
+        column = begin + tl.arange(0, BK)
+        inside = (column < width)[None, :]
+        a = tl.load(streams + t64[:, None] * width + column[None, :], mask=here[:, None] & inside, other=0.0)
+        b = tl.load(
+            fn + r[:, None].to(tl.int64) * width + column[None, :], mask=(r < rows)[:, None] & inside, other=0.0
+        )
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    part = (span.to(tl.int64) * ROWS + r[None, :]) * tokens + t64[:, None]
+    tl.store(mix_part + part, acc, mask=here[:, None])
+
+
+@triton.jit
+def _mixed(mix_part, there, span, token, here, tokens, index, LOW: tl.constexpr, ROWS: tl.constexpr):
+    """Projection `index` [BT, K], summed over the spans (and over the high and low halves of fn)."""
+    at = (span[:, None, None].to(tl.int64) * ROWS + index[None, None, :]) * tokens + token[None, :, None]
+    mask = there[:, None, None] & here[None, :, None] & (index >= 0)[None, None, :]
+    value = tl.load(mix_part + at, mask=mask, other=0.0)
+    if LOW > 0:
+        value += tl.load(mix_part + at + LOW * tokens, mask=mask, other=0.0)
+    return tl.sum(value, 0)
 
 
 @triton.jit
 def mhc_finish_kernel(
-    mix_part, square_part, base, scale, pre, post, comb, collapsed, norm_weight, normed, tokens, d, spans,
-    iterations, eps, mix_eps, norm_eps, HAS_MIX: tl.constexpr, HAS_NORM: tl.constexpr,
-    S: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    mix_part, squares, base, scale, pre, post, comb, tokens, d, spans, iterations, eps, mix_eps,
+    S: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr, SPANS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """One program a token: coefficients from the partial projections, Sinkhorn, and the norm of the collapsed row."""
-    token = tl.program_id(0).to(tl.int64)
-    if HAS_NORM:
-        channel = tl.arange(0, D)
-        row = tl.load(collapsed + token * d + channel, mask=channel < d, other=0.0).to(tl.float32)
-        inverse = 1.0 / tl.sqrt(tl.sum(row * row, 0) / d + norm_eps)
-        weight = tl.load(norm_weight + channel, mask=channel < d, other=0.0).to(tl.float32)
-        tl.store(normed + token * d + channel, (row * inverse * weight).to(normed.dtype.element_ty), mask=channel < d)
-    if HAS_MIX:
-        k = tl.arange(0, S)
-        p_acc = tl.zeros([S], tl.float32)
-        q_acc = tl.zeros([S], tl.float32)
-        c_acc = tl.zeros([S, S], tl.float32)
-        square = 0.0
-        cell = 2 * S + k[:, None] * S + k[None, :]
-        for span in range(spans):
-            part = mix_part + (span * tokens + token) * ROWS
-            p_acc += tl.load(part + k)
-            q_acc += tl.load(part + S + k)
-            c_acc += tl.load(part + cell)
-            square += tl.load(square_part + span * tokens + token)
-        inverse = 1.0 / tl.sqrt(square / (S * d) + mix_eps)
-        p = tl.load(base + k) + p_acc * inverse * tl.load(scale)
-        q = tl.load(base + S + k) + q_acc * inverse * tl.load(scale + 1)
-        c = tl.load(base + cell) + c_acc * inverse * tl.load(scale + 2)
-        tl.store(pre + token * S + k, 1.0 / (1.0 + tl.exp(-p)) + eps)
-        tl.store(post + token * S + k, 2.0 / (1.0 + tl.exp(-q)))
-        c = tl.exp(c - tl.max(c, 1)[:, None])
-        c = c / tl.sum(c, 1)[:, None] + eps
-        c = c / (tl.sum(c, 0)[None, :] + eps)
-        for _ in range(iterations - 1):
-            c = c / (tl.sum(c, 1)[:, None] + eps)
-            c = c / (tl.sum(c, 0)[None, :] + eps)
-        tl.store(comb + token * (S * S) + k[:, None] * S + k[None, :], c)
+    """BT tokens a program: coefficients from the partial projections, then Sinkhorn on [BT, S, S]."""
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    here = token < tokens
+    t64 = token.to(tl.int64)
+    k = tl.arange(0, S)
+    cell = tl.arange(0, S * S)
+    span = tl.arange(0, SPANS)
+    there = span < spans
+    square = tl.load(squares + token, mask=here, other=0.0)
+    inverse = 1.0 / tl.sqrt(square / (S * d) + mix_eps)
+    p = _mixed(mix_part, there, span, token, here, tokens, k, LOW, ROWS)
+    q = _mixed(mix_part, there, span, token, here, tokens, S + k, LOW, ROWS)
+    c = _mixed(mix_part, there, span, token, here, tokens, 2 * S + cell, LOW, ROWS)
+    p = tl.load(base + k)[None, :] + p * inverse[:, None] * tl.load(scale)
+    q = tl.load(base + S + k)[None, :] + q * inverse[:, None] * tl.load(scale + 1)
+    c = tl.load(base + 2 * S + cell)[None, :] + c * inverse[:, None] * tl.load(scale + 2)
+    tl.store(pre + t64[:, None] * S + k[None, :], 1.0 / (1.0 + tl.exp(-p)) + eps, mask=here[:, None])
+    tl.store(post + t64[:, None] * S + k[None, :], 2.0 / (1.0 + tl.exp(-q)), mask=here[:, None])
+    c = tl.reshape(c, [BT, S, S])
+    c = tl.exp(c - tl.max(c, 2)[:, :, None])
+    c = c / tl.sum(c, 2)[:, :, None] + eps
+    c = c / (tl.sum(c, 1)[:, None, :] + eps)
+    for _ in range(iterations - 1):
+        c = c / (tl.sum(c, 2)[:, :, None] + eps)
+        c = c / (tl.sum(c, 1)[:, None, :] + eps)
+    tl.store(comb + t64[:, None] * (S * S) + cell[None, :], tl.reshape(c, [BT, S * S]), mask=here[:, None])

@@ -9,7 +9,7 @@ from .decode_formats import e2m1_value, e4m3_value, e8m0_value
 
 
 @triton.jit
-def _weight_tile(codes, scales, row, column, row_mask, N, K, FP4: tl.constexpr):
+def _weight_tile(codes, scales, row, column, row_mask, K, FP4: tl.constexpr):
     """float32 [BN, BK] of natural weights."""
     mask = row_mask[:, None] & (column < K)[None, :]
     groups = (K + 31) // 32
@@ -50,7 +50,7 @@ def mx_gemm_kernel(
             column = begin + tl.arange(0, BK)
             x_mask = row_mask[:, None] & (column < K)[None, :]
             tile_x = tl.load(x + x_row[:, None] * x_stride + column[None, :], mask=x_mask, other=0.0)
-            tile_w = _weight_tile(codes, scales, n, column, n < N, N, K, FP4).to(tile_x.dtype)
+            tile_w = _weight_tile(codes, scales, n, column, n < N, K, FP4).to(tile_x.dtype)
             acc = tl.dot(tile_x, tl.trans(tile_w), acc, input_precision="ieee")
         o_row = row
         if SCATTER:
@@ -134,6 +134,6 @@ def dequantize_kernel(codes, scales, out, N, K, FP4: tl.constexpr, BN: tl.conste
     """Natural weights to dense [N, K]."""
     row = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     column = tl.program_id(1) * BK + tl.arange(0, BK)
-    value = _weight_tile(codes, scales, row, column, row < N, N, K, FP4)
+    value = _weight_tile(codes, scales, row, column, row < N, K, FP4)
     mask = (row < N)[:, None] & (column < K)[None, :]
     tl.store(out + row[:, None] * K + column[None, :], value.to(out.dtype.element_ty), mask=mask)

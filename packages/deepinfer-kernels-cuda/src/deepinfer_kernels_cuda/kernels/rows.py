@@ -42,16 +42,18 @@ def rope_kernel(x, stride_t, stride_h, out, out_stride_t, out_stride_h, cos, sin
         mask = here[:, None] & (column < width - 2 * pairs)[None, :]
         tl.store(target + column[None, :], tl.load(source + column[None, :], mask=mask), mask=mask)
     k = tl.arange(0, P)
-    mask = here[:, None] & (k < pairs)[None, :]
     c = tl.load(cos + token * table_stride + k, mask=k < pairs, other=0.0)[None, :]
     s = tl.load(sin + token * table_stride + k, mask=k < pairs, other=0.0)[None, :]
     if INVERSE:
         s = -s
-    first = width - 2 * pairs + 2 * k[None, :]
-    real = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
-    imag = tl.load(source + first + 1, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target + first, (real * c - imag * s).to(out.dtype.element_ty), mask=mask)
-    tl.store(target + first + 1, (real * s + imag * c).to(out.dtype.element_ty), mask=mask)
+    # One contiguous load of all pairs, split in registers.
+    channel = tl.arange(0, 2 * P)
+    mask = here[:, None] & (channel < 2 * pairs)[None, :]
+    tail = width - 2 * pairs + channel[None, :]
+    both = tl.reshape(tl.load(source + tail, mask=mask, other=0.0).to(tl.float32), [BH, P, 2])
+    real, imag = tl.split(both)
+    result = tl.reshape(tl.join(real * c - imag * s, real * s + imag * c), [BH, 2 * P])
+    tl.store(target + tail, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -144,16 +146,17 @@ def compress_kernel(values, gates, out, width, RATIO: tl.constexpr, D: tl.conste
 
 
 @triton.jit
-def engram_gather_kernel(table, scales, rows, out, width, HAS_SCALE: tl.constexpr, D: tl.constexpr):
-    """One table row a program: float rows, or e4m3 codes with an E8M0 scale for 32 channels."""
-    item = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + item).to(tl.int64)
-    column = tl.arange(0, D)
-    mask = column < width
+def engram_gather_kernel(table, scales, rows, count, out, width, HAS_SCALE: tl.constexpr, D: tl.constexpr,
+                         BR: tl.constexpr):  # fmt: skip
+    """BR table rows a program: float rows, or e4m3 codes with an E8M0 scale for 32 channels."""
+    item = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
+    row = tl.load(rows + item, mask=item < count, other=0).to(tl.int64)[:, None]
+    column = tl.arange(0, D)[None, :]
+    mask = (item < count)[:, None] & (column < width)
     if HAS_SCALE:
         groups = (width + 31) // 32
         value = e4m3_value(tl.load(table + row * width + column, mask=mask, other=0))
         value = value * e8m0_value(tl.load(scales + row * groups + column // 32, mask=mask, other=127))
     else:
         value = tl.load(table + row * width + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + item * width + column, value.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + item[:, None] * width + column, value.to(out.dtype.element_ty), mask=mask)

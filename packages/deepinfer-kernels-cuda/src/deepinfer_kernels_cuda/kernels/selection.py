@@ -64,96 +64,54 @@ def _ordered(value):
 
 
 @triton.jit
-def topk_histogram_kernel(
-    scores, stride, lengths, width, state, counts,
-    SHIFT: tl.constexpr, BITS: tl.constexpr, PREFIX_SHIFT: tl.constexpr, HAS_LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
+def topk_chunk_kernel(
+    scores, stride, source, lengths, width, out_scores, out_index, chunks,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, HAS_SOURCE: tl.constexpr, HAS_LENGTHS: tl.constexpr, LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits, rows): histogram of BITS bits at SHIFT of the keys whose higher bits equal the row's prefix."""
+    """Grid (chunks, rows): the exact top K of BLOCK entries, in ascending position, lowest position on ties.
+
+    The K-th largest key is found bit by bit, by counting, on keys that stay in registers: the time does not depend on the
+    data. Chunks of one row stay in order, so the next level may break ties by position again. Missing results: index -1.
+    """
+    chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     limit = width
     if HAS_LENGTHS:
         limit = tl.minimum(tl.load(lengths + row), width)
-    prefix = tl.load(state + row * 4)
-    BINS: tl.constexpr = 1 << BITS
-    total = tl.zeros([BINS], tl.int32)
-    used = 0
-    for begin in range(tl.program_id(0) * BLOCK, limit, tl.num_programs(0) * BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        value = tl.load(scores + row * stride + column, mask=column < limit, other=float("-inf")).to(tl.float32)
-        key = _ordered(value)
-        present = value > float("-inf")
-        if PREFIX_SHIFT < 32:
-            present = present & (((key >> PREFIX_SHIFT) & ((1 << (32 - PREFIX_SHIFT)) - 1)) == prefix)
-        digit = (key >> SHIFT) & (BINS - 1)
-        total += tl.histogram(digit, BINS, mask=present)
-        used += 1
-    if used > 0:
-        bins = tl.arange(0, BINS)
-        tl.atomic_add(counts + row * BINS + bins, total, mask=total > 0, sem="relaxed")
-
-
-@triton.jit
-def topk_digit_kernel(state, counts, BITS: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr):
-    """One program a row: the digit that holds the K-th key; updates (prefix, keys still wanted, done) and zeroes counts.
-
-    state[row] = prefix of the threshold key, how many keys equal to that prefix are still wanted, select-everything flag.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    BINS: tl.constexpr = 1 << BITS
-    bins = tl.arange(0, BINS)
-    count = tl.load(counts + row * BINS + bins)
-    tl.store(counts + row * BINS + bins, tl.zeros([BINS], tl.int32))
-    at_least = tl.cumsum(count, 0, reverse=True)
-    if FIRST:
-        prefix = 0
-        want = K
-        everything = (tl.sum(count, 0) <= K).to(tl.int32)
+    column = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = column < limit
+    value = tl.load(scores + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    index = column
+    present = value > float("-inf")
+    if HAS_SOURCE:
+        index = tl.load(source + row * stride + column, mask=inside, other=-1)
+        present = present & (index >= 0)
+    key = tl.where(present, _ordered(value), 0).to(tl.uint32, bitcast=True)
+    count = tl.sum(present.to(tl.int32), 0)
+    target = (row * chunks + chunk) * K
+    threshold = tl.zeros([1], tl.uint32)
+    if count > K:
+        bit = tl.full([1], 1 << 31, tl.uint32)
+        for _ in range(32):
+            candidate = threshold | bit
+            enough = tl.sum((key >= candidate).to(tl.int32), 0) >= K
+            threshold = tl.where(enough, candidate, threshold)
+            bit = bit >> 1
+    above = present & (key > threshold)
+    equal = present & (key == threshold)
+    room = K - tl.sum(above.to(tl.int32), 0)
+    if tl.sum(equal.to(tl.int32), 0) > room:
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
     else:
-        prefix = tl.load(state + row * 4)
-        want = tl.load(state + row * 4 + 1)
-        everything = tl.load(state + row * 4 + 2)
-    # The largest digit with at least `want` keys at or above it.
-    digit = tl.max(tl.where(at_least >= want, bins, 0), 0)
-    above = tl.sum(tl.where(bins > digit, count, 0), 0)
-    tl.store(state + row * 4, (prefix << BITS) | digit)
-    tl.store(state + row * 4 + 1, want - above)
-    tl.store(state + row * 4 + 2, everything)
-
-
-@triton.jit
-def topk_select_kernel(
-    scores, stride, lengths, width, state, out, out_stride, K: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program a row: ascending positions of keys above the threshold and of the first wanted equal ones; rest -1."""
-    row = tl.program_id(0).to(tl.int64)
-    limit = width
-    if HAS_LENGTHS:
-        limit = tl.minimum(tl.load(lengths + row), width)
-    threshold = tl.load(state + row * 4) ^ -2147483648
-    want = tl.load(state + row * 4 + 1)
-    everything = tl.load(state + row * 4 + 2) != 0
-    written = 0
-    ties = 0
-    for begin in range(0, limit, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        value = tl.load(scores + row * stride + column, mask=column < limit, other=float("-inf")).to(tl.float32)
-        key = _ordered(value) ^ -2147483648  # signed order now
-        present = value > float("-inf")
-        equal = (present & (key == threshold)).to(tl.int32)
-        chosen = present & ((key > threshold) | everything)
-        n_equal = tl.sum(equal, 0)
-        if n_equal > 0:
-            rank = ties + tl.cumsum(equal, 0)
-            chosen = chosen | ((equal > 0) & (rank <= want))
-            ties += n_equal
-        n_chosen = tl.sum(chosen.to(tl.int32), 0)
-        if n_chosen > 0:
-            place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(out + row * out_stride + place, column, mask=chosen & (place < K))
-            written += n_chosen
+        chosen = above | equal
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(out_index + target + place, index, mask=chosen)
+    if not LAST:
+        tl.store(out_scores + target + place, value, mask=chosen)
     rest = tl.arange(0, K_BLOCK)
-    tl.store(out + row * out_stride + rest, tl.full([K_BLOCK], -1, tl.int32), mask=(rest >= written) & (rest < K))
+    written = tl.minimum(count, K)
+    tl.store(out_index + target + rest, tl.full([K_BLOCK], -1, tl.int32), mask=(rest >= written) & (rest < K))
 
 
 @triton.jit

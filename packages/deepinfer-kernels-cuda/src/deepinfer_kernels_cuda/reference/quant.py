@@ -29,7 +29,15 @@ def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
     """Round to the nearest e2m1 code, ties to the even code; magnitudes over 6 saturate. Returns uint8 codes 0..15."""
     magnitude = values.abs().to(torch.float32)
     code = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
-    for edge, closed in ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
+    for edge, closed in (
+        (0.25, False),
+        (0.75, True),
+        (1.25, False),
+        (1.75, True),
+        (2.5, False),
+        (3.5, True),
+        (5.0, False),
+    ):
         code += ((magnitude >= edge) if closed else (magnitude > edge)).to(torch.uint8)
     return code | (torch.signbit(values).to(torch.uint8) << 3)
 

@@ -14,9 +14,7 @@ def encode_records(rows: torch.Tensor, fmt: str) -> torch.Tensor:
     return torch.cat(quantize[record_format(fmt)](rows), -1)
 
 
-def decode_records(
-    records: torch.Tensor, fmt: str, channels: int, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def decode_records(records: torch.Tensor, fmt: str, channels: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Decode record bytes `[..., bytes]` to rows `[..., channels]`."""
     layout = record_format(fmt)
     cut = layout.payload_bytes(channels)

@@ -136,7 +136,7 @@ def sm90_mx_gemm_kernel(
     Grid (ceil(N / BN), experts or token tiles, token tiles of an expert or splits of K). x, weights, scales and out are
     read and written by rows: GATHER reads x at `order[row] // top_k`, SCATTER writes at `order[row]`.
     """
-    warps: gl.constexpr = 4
+    warps: gl.constexpr = gl.num_warps()
     M: gl.constexpr = BN // 64
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BT, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -163,7 +163,7 @@ def sm90_mx_gemm_kernel(
     else:
         HALVES: gl.constexpr = 4
     WORDS: gl.constexpr = 4
-    w_layout: gl.constexpr = gl.BlockedLayout([M, HALVES, 1, 4], [1, 1, 32, 1], [1, 1, warps, 1], [3, 2, 1, 0])
+    w_layout: gl.constexpr = gl.BlockedLayout([1, HALVES, 1, 4], [1, 1, 32, 1], [warps // 4, 1, 4, 1], [3, 2, 1, 0])
     TILE: gl.constexpr = HALVES * 128 * WORDS
     l3: gl.constexpr = gl.SliceLayout(3, w_layout)
     i_m = gl.arange(0, M, layout=gl.SliceLayout(1, gl.SliceLayout(2, l3)))
@@ -177,8 +177,10 @@ def sm90_mx_gemm_kernel(
     block64 = block * M
     w_offset = o_m * (k_blocks * TILE) + o_h * (128 * WORDS) + o_t * WORDS + o_w
     w_mask = (block64 + o_m + o_h * 0 + o_t * 0 + o_w * 0) < n_blocks
-    w_base = weights + (expert.to(gl.int64) * n_blocks + block64) * k_blocks * TILE if GROUPED else weights + (
-        block64.to(gl.int64) * k_blocks * TILE
+    w_base = (
+        weights + (expert.to(gl.int64) * n_blocks + block64) * k_blocks * TILE
+        if GROUPED
+        else weights + (block64.to(gl.int64) * k_blocks * TILE)
     )
     s_row = block * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, operand))
     s_mask = s_row < n_blocks * 64

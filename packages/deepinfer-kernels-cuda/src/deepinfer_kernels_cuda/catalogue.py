@@ -1,0 +1,201 @@
+"""Every kernel as data: argument types, constants and limits, so that each can be compiled without a GPU.
+
+`python -m deepinfer_kernels_cuda.catalogue [names...]` compiles all of them (or those named) for their architectures, prints a
+report a line and fails on the first broken limit. It says that a kernel compiles, never that it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from .aot import CompileReport, compile_kernel
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One compilation.
+
+    Attributes:
+        name: Unique name of the case.
+        target: `module:function` inside this package.
+        types: Argument types in `name=type` words; `*bf16` a pointer, `i32`, `i64`, `fp32` scalars.
+        constants: Values of the constexpr arguments.
+        archs: Compute capabilities.
+        options: Launch options.
+        divisible: Integer arguments known to be multiples of 16.
+        min_mma: Matrix instructions that must be there.
+        max_stack: Bytes of stack frame that are tolerated (spills).
+        quick: Part of the default test run.
+    """
+
+    name: str
+    target: str
+    types: str
+    constants: dict[str, Any]
+    archs: tuple[int, ...] = (90, 100)
+    options: dict[str, Any] = field(default_factory=lambda: {"num_warps": 4})
+    divisible: tuple[str, ...] = ()
+    min_mma: int = 0
+    max_stack: int = 0
+    quick: bool = False
+
+    def compile(self, arch: int) -> CompileReport:
+        """Compile for one architecture and check the limits."""
+        module, function = self.target.split(":")
+        kernel = getattr(importlib.import_module(f".{module}", __package__), function)
+        signature = dict(word.split("=") for word in self.types.split())
+        _, report = compile_kernel(kernel, signature, self.constants, arch, divisible=self.divisible, **self.options)
+        # A kernel that is warp-specialised asks for its registers at run time; its entry count says nothing.
+        return report.check(min_mma=self.min_mma, max_stack=self.max_stack)
+
+
+_MLA = (
+    "q=*bf16 q_stride_n=i32 q_stride_h=i32 window=*u8 window_idx=*i32 w_stride_page=i64 w_stride_row=i64 w_idx_stride=i32 "
+    "W_KEYS=i32 w_slots=i32 extra=*u8 extra_idx=*i32 x_stride_page=i64 x_stride_row=i64 x_idx_stride=i32 X_KEYS=i32 "
+    "x_slots=i32 sink=*fp32 out=*bf16 out_stride_n=i32 out_stride_h=i32 lse=*fp32 heads=i32 scale_log2=fp32 "
+)
+_MX90 = (
+    "x=*bf16 x_stride=i64 weights=*i32 scales=*i32 out={out} out_stride=i64 order=*i32 offsets=*i32 pair_weights=*fp32 N=i32 "
+    "K=i32 n_blocks=i32 k_blocks=i32 top_k=i32 limit=fp32"
+)
+_MX = "x=*bf16 x_stride=i64 codes=*u8 scales=*u8 out=*bf16 out_stride=i64 order=*i32 offsets=*i32 N=i32 K=i32 rows=i32 top_k=i32"
+_INSERT = (
+    "x=*bf16 stride=i32 weight=*bf16 eps=fp32 cos=*fp32 sin=*fp32 table_stride=i32 slots=*i64 pool=*u8 stride_page=i64 "
+    "stride_row=i64 width=i32 pairs=i32"
+)
+_GQA = (
+    "q=*bf16 q_stride_t=i32 q_stride_h=i32 keys=*bf16 values=*bf16 k_stride_b=i64 k_stride_r=i64 k_stride_h=i64 "
+    "v_stride_b=i64 v_stride_r=i64 v_stride_h=i64 table=*i32 table_stride=i32 table_rows=*i32 query_starts=*i32 "
+    "seq_lens=*i32 out=*bf16 out_stride_t=i32 out_stride_h=i32 partial=*fp32 lse=*fp32 scale_log2=fp32"
+)
+
+
+def _mla90(splits: int) -> KernelSpec:
+    constants = {"W_PAGE": 1, "X_PAGE": 1, "HAS_SINK": True, "SPLITS": splits, "BN": 64, "STAGES": 2, "PRODUCER_WARPS": 4,
+                 "PRODUCER_REGS": 128}  # fmt: skip
+    types = _MLA + "partial=*fp32 partial_ml=*fp32 counters=*i32"
+    return KernelSpec(f"sm90_sparse_mla_splits{splits}", "sm90.sparse_mla:sm90_sparse_mla_kernel", types, constants, (90,),
+                      {"num_warps": 8}, min_mma=36, max_stack=512, quick=splits == 2)  # fmt: skip
+
+
+def _mx90(fp4: bool, grouped: bool, swiglu: bool, bn: int, bt: int, split_k: int = 1, **more: Any) -> KernelSpec:
+    constants = {"FP4": fp4, "GROUPED": grouped, "GATHER": grouped and swiglu, "SCATTER": grouped and not swiglu,
+                 "SWIGLU": swiglu, "SPLIT_K": split_k, "BN": bn, "BT": bt, "STAGES": 5 if bt == 16 else 3}  # fmt: skip
+    name = f"sm90_mx_gemm_{'fp4' if fp4 else 'fp8'}_{'grouped' if grouped else 'dense'}{'_swiglu' if swiglu else ''}_{bn}x{bt}"
+    types = _MX90.format(out="*fp32" if split_k > 1 else "*bf16")
+    return KernelSpec(name, "sm90.mx_gemm:sm90_mx_gemm_kernel", types, constants, (90,), {"num_warps": 4}, ("N", "K"),
+                      min_mma=8, **more)  # fmt: skip
+
+
+def _insert(name: str, code: int, group: int, floor: float) -> KernelSpec:
+    constants = {"NORM": True, "ROPE": True, "FORMAT": code, "PAGE": 1, "GROUP": group, "FLOOR": floor,
+                 "GROUPS": 512 // group}  # fmt: skip
+    return KernelSpec(f"norm_rope_insert_{name}", "kernels.rows:insert_kernel", _INSERT, constants, options={"num_warps": 1},
+                      divisible=("width",), quick=name == "fp8")  # fmt: skip
+
+
+SPECS: tuple[KernelSpec, ...] = (
+    _mla90(1),
+    _mla90(2),
+    _mx90(True, True, True, 64, 16, quick=True),
+    _mx90(True, True, False, 64, 16),
+    _mx90(True, True, True, 128, 64),
+    _mx90(True, True, False, 128, 64),
+    _mx90(False, False, False, 64, 16, 4),
+    _mx90(False, False, False, 64, 64),
+    KernelSpec("sparse_mla", "kernels.sparse_mla:sparse_mla_kernel", _MLA, {
+        "W_PAGE": 1, "X_PAGE": 1, "HAS_SINK": True, "CHANNELS": 512, "D": 512, "BH": 32, "BN": 32},
+        options={"num_warps": 8, "num_stages": 1}, min_mma=1, max_stack=4096, quick=True),
+    KernelSpec("sparse_mla_workspace", "kernels.sparse_mla:sparse_mla_workspace_kernel",
+        "q=*bf16 q_stride_n=i32 q_stride_h=i32 kv=*bf16 kv_stride=i32 kv_rows=i32 indices=*i32 idx_stride=i32 KEYS=i32 "
+        "sink=*fp32 out=*bf16 out_stride_n=i32 out_stride_h=i32 lse=*fp32 heads=i32 scale_log2=fp32",
+        {"HAS_SINK": True, "CHANNELS": 512, "D": 512, "BH": 64, "BN": 32},
+        options={"num_warps": 8, "num_stages": 2}, min_mma=1, max_stack=4096),
+    KernelSpec("mx_gemm_fp4_grouped", "kernels.mx_gemm:mx_gemm_kernel", _MX,
+        {"FP4": True, "GROUPED": True, "GATHER": True, "SCATTER": False, "BT": 16, "BN": 64, "BK": 64},
+        divisible=("K",), min_mma=1, quick=True),
+    KernelSpec("mx_gemm_fp8_dense", "kernels.mx_gemm:mx_gemm_kernel", _MX,
+        {"FP4": False, "GROUPED": False, "GATHER": False, "SCATTER": False, "BT": 16, "BN": 64, "BK": 64},
+        divisible=("K",), min_mma=1),
+    KernelSpec("group_pairs", "kernels.mx_gemm:group_pairs_kernel",
+        "ids=*i64 pairs=i32 order=*i32 offsets=*i32 experts=i32", {"BLOCK": 512}),
+    KernelSpec("combine", "kernels.mx_gemm:combine_kernel",
+        "parts=*bf16 ids=*i64 shared=*bf16 out=*bf16 out_stride=i32 width=i32",
+        {"TOP_K": 6, "HAS_SHARED": True, "BLOCK": 1024}, divisible=("width",)),
+    KernelSpec("mhc_row", "kernels.mhc:mhc_row_kernel",
+        "streams=*bf16 output=*bf16 post=*fp32 comb=*fp32 pre=*fp32 norm_weight=*bf16 new_streams=*bf16 out=*bf16 "
+        "squares=*fp32 d=i32 norm_eps=fp32",
+        {"HAS_POST": True, "HAS_COLLAPSE": True, "HAS_NORM": True, "HAS_SQUARE": True, "S": 4, "D": 4096, "REST": 1024},
+        options={"num_warps": 8}, divisible=("d",), quick=True),
+    KernelSpec("mhc_project", "kernels.mhc:mhc_project_kernel",
+        "streams=*bf16 fn=*bf16 mix_part=*fp32 tokens=i32 width=i32 rows=i32",
+        {"ROWS": 64, "BT": 64, "BK": 64, "SPAN": 640}, options={"num_warps": 4, "num_stages": 4},
+        divisible=("width",), min_mma=1, quick=True),
+    KernelSpec("mhc_finish", "kernels.mhc:mhc_finish_kernel",
+        "mix_part=*fp32 squares=*fp32 base=*fp32 scale=*fp32 pre=*fp32 post=*fp32 comb=*fp32 tokens=i32 d=i32 spans=i32 "
+        "iterations=i32 eps=fp32 mix_eps=fp32",
+        {"S": 4, "ROWS": 64, "LOW": 32, "SPANS": 32, "BT": 2}, options={"num_warps": 1}),
+    KernelSpec("indexer_logits", "kernels.selection:indexer_logits_kernel",
+        "q=*bf16 q_stride_t=i32 q_stride_h=i32 weights=*bf16 w_stride=i32 pool=*u8 stride_block=i64 stride_row=i64 table=*i32 "
+        "table_stride=i32 table_rows=*i32 visible=*i32 out=*fp32 out_stride=i32 heads=i32 max_entries=i32",
+        {"BLOCK": 64, "CHANNELS": 128, "BH": 32, "BN": 128}, min_mma=1, max_stack=1024),
+    KernelSpec("topk_chunk", "kernels.selection:topk_chunk_kernel",
+        "scores=*fp32 stride=i32 source=*i32 lengths=*i32 width=i32 out_scores=*fp32 out_index=*i32 chunks=i32",
+        {"K": 512, "K_BLOCK": 512, "HAS_SOURCE": True, "HAS_LENGTHS": False, "LAST": False, "BLOCK": 4096},
+        options={"num_warps": 8}, quick=True),
+    KernelSpec("router_logits", "kernels.selection:router_logits_kernel",
+        "x=*bf16 x_stride=i32 weight=*bf16 part=*fp32 tokens=i32 experts=i32 d=i32",
+        {"BT": 16, "BE": 128, "BK": 128, "SPAN": 640}, options={"num_warps": 4, "num_stages": 3}, divisible=("d",), min_mma=1),
+    KernelSpec("router_select", "kernels.selection:router_select_kernel",
+        "part=*fp32 bias=*fp32 ids=*i64 gates=*fp32 tokens=i32 experts=i32 spans=i32 scale=fp32",
+        {"NORMALISE": True, "K": 6, "E": 512}, options={"num_warps": 1}),
+    _insert("fp8", 0, 32, 1e-4),
+    _insert("nvfp4", 1, 16, 6 * 2.0**-9),
+    _insert("mxfp4", 2, 32, 6 * 2.0**-126),
+    KernelSpec("rope", "kernels.rows:rope_kernel",
+        "x=*bf16 stride_t=i32 stride_h=i32 out=*bf16 out_stride_t=i32 out_stride_h=i32 cos=*fp32 sin=*fp32 table_stride=i32 "
+        "heads=i32 width=i32 pairs=i32",
+        {"INVERSE": True, "COPY": False, "BH": 16, "D": 512, "P": 32}),
+    KernelSpec("engram_gather", "kernels.rows:engram_gather_kernel",
+        "table=*u8 scales=*u8 rows=*i64 count=i32 out=*bf16 width=i32", {"HAS_SCALE": True, "D": 256, "BR": 8}),
+    KernelSpec("markov", "kernels.llama:markov_kernel",
+        "base=*fp32 base_stride=i32 previous=*i64 embed=*bf16 head=*bf16 out=*fp32 batch=i32 vocab=i32",
+        {"RANK": 256, "R": 256, "BB": 64, "BV": 64}, min_mma=1),
+    KernelSpec("paged_gqa_decode", "kernels.llama:paged_gqa_kernel", _GQA,
+        {"GROUP": 3, "GROUP_PAD": 4, "BQ": 4, "BLOCK": 16, "BN": 64, "WIDTH": 64, "D": 64, "SPLITS": 1},
+        options={"num_warps": 4, "num_stages": 2}, min_mma=1, quick=True),
+    KernelSpec("paged_gqa_prefill", "kernels.llama:paged_gqa_kernel", _GQA,
+        {"GROUP": 4, "GROUP_PAD": 4, "BQ": 16, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "SPLITS": 1},
+        options={"num_warps": 4, "num_stages": 2}, min_mma=1),
+    KernelSpec("sample", "kernels.llama:sample_kernel",
+        "logits=*fp32 stride=i32 temperatures=*fp32 seeds=*i64 out=*i64 vocab=i32", {"BLOCK": 4096}, options={"num_warps": 16}),
+)  # fmt: skip
+
+
+def main(names: list[str]) -> int:
+    """Compile the named cases, or all; returns the number of failures."""
+    failures = 0
+    for spec in SPECS:
+        if names and spec.name not in names:
+            continue
+        for arch in spec.archs:
+            try:
+                report = spec.compile(arch)
+            except Exception as failure:
+                failures += 1
+                sys.stdout.write(f"FAILED {spec.name} sm_{arch}: {type(failure).__name__}: {str(failure)[:400]}\n")
+                continue
+            sys.stdout.write(
+                f"{spec.name:34s} sm_{arch:<4d} {report.registers:4d} regs {report.stack_bytes:5d} B stack "
+                f"{report.shared_bytes:7d} B shared {report.tensor_memory:4d} tmem {report.mma:4d} mma: compiles"
+                f"{'' if arch == 90 else ', not run'}\n"
+            )
+            sys.stdout.flush()
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))

@@ -1,0 +1,55 @@
+"""The capability table answers with reasons, names architectures, and never guesses for unknown ones."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import deepinfer_kernels_cuda as kernels  # noqa: E402
+from deepinfer_kernels_cuda import capability  # noqa: E402
+from deepinfer_kernels_cuda.attention import choose_splits  # noqa: E402
+
+
+def test_cpu_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "no CUDA device" in kernels.is_supported("router", "cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernels.is_supported("router", "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "supported"), [(90, True), (100, True), (80, False), (89, False), (103, False), (120, False)]
+)
+def test_architectures_are_named_not_compared(monkeypatch: pytest.MonkeyPatch, arch, supported) -> None:
+    monkeypatch.setattr(capability, "device_arch", lambda device: arch)
+    for op in capability.OPS:
+        reason = capability.is_supported(op, "cuda")
+        assert (reason is None) == supported
+        if not supported:
+            assert str(arch / 10) in reason
+    row = {r.op: r for r in capability.capability_table("cuda")}["moe_experts"]
+    assert row.kernel == ({90: "sm90", 100: "portable"}.get(arch))
+    if arch == 100:
+        assert row.note == "compiles for sm_100, not run"
+
+
+def test_unknown_op_and_dtype() -> None:
+    assert "unknown op" in kernels.is_supported("softmax", "cuda")
+    assert "float16" in kernels.is_supported("router", "cuda", torch.float16)
+
+
+def test_every_op_of_the_table_is_public() -> None:
+    for op in capability.OPS:
+        assert callable(getattr(kernels, op)), op
+    for name in kernels.__all__:
+        getattr(kernels, name)
+
+
+def test_splits_fill_the_chip_once() -> None:
+    assert choose_splits(64, 1, 10, 132) == 2
+    assert choose_splits(128, 1, 10, 132) == 1
+    assert choose_splits(1, 1, 10, 132) == 3
+    assert choose_splits(64, 1, 2, 132) == 1
+    assert choose_splits(4096, 2, 10, 132) == 1

@@ -1,0 +1,46 @@
+"""Kernels compile ahead of time for GPUs that are not here, within hardware limits and without surprise spills."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
+
+from deepinfer_kernels_cuda.aot import CompileReport, CompileReportError  # noqa: E402
+from deepinfer_kernels_cuda.catalogue import SPECS  # noqa: E402
+
+CASES = [
+    pytest.param(spec, arch, id=f"{spec.name}-sm{arch}", marks=[] if spec.quick else pytest.mark.slow)
+    for spec in SPECS
+    for arch in spec.archs
+]
+
+
+@pytest.mark.parametrize(("spec", "arch"), CASES)
+def test_kernel_compiles_within_limits(spec, arch) -> None:
+    if not spec.quick and os.environ.get("DEEPINFER_KERNELS_COMPILE_ALL") != "1":
+        pytest.skip("the full set runs with DEEPINFER_KERNELS_COMPILE_ALL=1")
+    report = spec.compile(arch)
+    assert report.arch == arch
+    assert report.registers > 8
+
+
+def test_names_are_unique() -> None:
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [("shared_bytes", 240_000, "shared memory"), ("tensor_memory", 528, "tensor memory"), ("mma", 0, "matrix instructions"),
+     ("registers", 4, "bare trap"), ("stack_bytes", 64, "stack frame")],
+)  # fmt: skip
+def test_report_refuses(field, value, word) -> None:
+    good = {"name": "k", "arch": 100, "registers": 100, "stack_bytes": 0, "spill_instructions": 0, "shared_bytes": 1000,
+            "tensor_memory": 512, "mma": 4, "traps": 0}  # fmt: skip
+    assert CompileReport(**good).check(min_mma=1)
+    with pytest.raises(CompileReportError, match=word):
+        CompileReport(**(good | {field: value})).check(min_mma=1)

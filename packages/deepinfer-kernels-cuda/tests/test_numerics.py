@@ -1,0 +1,140 @@
+"""Kernels against the package's own references, on a GPU or in Triton's interpreter (`TRITON_INTERPRET=1`)."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import deepinfer_kernels_cuda as kernels  # noqa: E402
+from deepinfer_kernels_cuda.errors import ArgumentError  # noqa: E402
+from deepinfer_kernels_cuda.reference import attention, experts, records  # noqa: E402
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(
+    not INTERPRET and DEVICE == "cpu", reason="no CUDA device, and TRITON_INTERPRET is not 1"
+)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(20)
+
+
+def rand(*shape: int):
+    return torch.randn(*shape).to(DEVICE)
+
+
+@pytest.mark.parametrize("heads", [1, 7, 22])
+def test_sparse_mla_with_strided_paged_pools(heads) -> None:
+    n, page, pages = 64, 4, 9
+    # A pool that is a window of a bigger buffer, pages 7 rows apart; everything unused is NaN.
+    flat = records.new_pool(pages * 7, "fp8", n, DEVICE)
+    pool = flat.view(pages, 7, -1)[:, 2:6]
+    slots = torch.randint(0, page * pages, (3, 11), device=DEVICE, dtype=torch.int32)
+    rows = rand(page * pages, n)
+    for s in slots.unique().tolist():
+        pool[s // page, s % page] = records.encode_records(rows[s : s + 1], "fp8")[0]
+    slots[0, 3:], slots[1] = -1, -1
+    q, sink = rand(3, heads, n), rand(heads)
+    out, lse = kernels.sparse_mla_decode(q, pool, slots, sink, scale=0.1, return_lse=True)
+    want, want_lse = attention.sparse_mla_decode(q, pool.reshape(-1, pool.shape[-1]), slots, sink, scale=0.1)
+    assert (out - want).abs().max() < 1e-5
+    assert (out[1] == 0).all()
+    assert torch.isposinf(lse[1]).all()
+    keep = [0, 2]
+    assert (lse[keep] - want_lse[keep]).abs().max() < 1e-5
+    infinite = torch.full_like(sink, torch.inf)
+    assert (kernels.sparse_mla_decode(q, pool, slots, infinite, scale=0.1)[0] == 0).all()
+    assert torch.allclose(
+        kernels.sparse_mla_decode(q, pool, slots, -infinite, scale=0.1),
+        kernels.sparse_mla_decode(q, pool, slots, None, scale=0.1),
+    )
+
+
+def test_moe_drops_padding_and_keeps_every_token() -> None:
+    def weights(rows: int, columns: int):
+        codes = torch.randint(0, 256, (4, rows, columns // 2), dtype=torch.uint8, device=DEVICE)
+        return kernels.mx_weights(
+            codes, torch.randint(118, 124, (4, rows, columns // 32), dtype=torch.uint8, device=DEVICE), fp4=True
+        )
+
+    packed = kernels.PackedExperts(weights(64, 64), weights(64, 32))
+    x, gates = rand(9, 64), torch.rand(9, 2).to(DEVICE)
+    ids = torch.tensor(
+        [[0, 1], [0, -1], [0, 2], [0, 1], [-1, -1], [0, 2], [1, 0], [0, 2], [2, 0]], device=DEVICE
+    )  # 3 gets none
+    want = experts.moe_experts(x, ids, gates, packed.gate_up, packed.down, limit=2.0)
+    out = kernels.moe_experts(x, ids, gates, packed, limit=2.0)
+    assert (out - want).abs().max() < 1e-4 * want.abs().max()
+    assert (out[4] == 0).all()
+    shared = rand(9, 64)
+    assert (
+        kernels.moe_experts(x, ids, gates, packed, limit=2.0, shared=shared) - want - shared
+    ).abs().max() < 1e-3 * want.abs().max()
+    assert kernels.moe_experts(x[:0], ids[:0], gates[:0], packed, limit=2.0).shape == (0, 64)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "splits"), [(9, 3, 64, 1), (4, 4, 32, 1), (8, 2, 48, 3)])
+def test_paged_gqa(heads, kv_heads, d, splits) -> None:
+    block = 8
+    counts, lens = [1, 5, 1], [19, 11, 3]
+    starts = torch.tensor([0, 1, 6, 7], dtype=torch.int32, device=DEVICE)
+    keys = torch.full((12, block, kv_heads, d), torch.nan, device=DEVICE)
+    values = keys.clone()
+    table = torch.randperm(12)[:9].view(3, 3).to(DEVICE, torch.int32)
+    for row, length in enumerate(lens):
+        for position in range(length):
+            at = table[row, position // block], position % block
+            keys[at], values[at] = rand(kv_heads, d), rand(kv_heads, d)
+    q = rand(7, heads, d)
+    rows = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    # Positions after the end are NaN in memory: the kernel must not let them in.
+    keys, values = keys.nan_to_num(1e4), values.nan_to_num(1e4)
+    out = kernels.paged_gqa(q, keys, values, table, rows, starts, torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+                            scale=d**-0.5, max_queries=5, splits=splits)  # fmt: skip
+    row_of = torch.tensor([0, 1, 1, 1, 1, 1, 2])
+    positions = torch.tensor([lens[0] - 1, *range(lens[1] - counts[1], lens[1]), lens[2] - 1])
+    want = attention.paged_gqa(q, keys, values, table, row_of, positions, scale=d**-0.5)
+    assert (out - want).abs().max() < 1e-5
+
+
+def test_bitmask_and_sampling() -> None:
+    logits = rand(5, 1000)
+    logits[2, 10] = logits[2, 20] = 50.0
+    allowed = torch.rand(2, 1000) < 0.3
+    words = torch.zeros(2, 32, dtype=torch.int64)
+    for row in range(2):
+        for token in allowed[row].nonzero().flatten().tolist():
+            words[row, token // 32] |= 1 << (token % 32)
+    words = torch.where(words >= 2**31, words - 2**32, words).to(DEVICE, torch.int32)
+    masked = kernels.apply_bitmask(logits.clone(), words, torch.tensor([4, 1], device=DEVICE))
+    want = logits.clone()
+    want[4, ~allowed[0].to(DEVICE)], want[1, ~allowed[1].to(DEVICE)] = -torch.inf, -torch.inf
+    assert torch.equal(masked, want)
+    seeds = torch.arange(5, device=DEVICE)
+    greedy = kernels.sample(logits, torch.zeros(5, device=DEVICE), seeds)
+    assert torch.equal(greedy, torch.stack([(row == row.max()).nonzero()[0, 0] for row in logits]))
+    assert greedy[2] == 10  # the lowest of two equal ones
+    small = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1])).repeat(2000, 1).to(DEVICE)
+    drawn = kernels.sample(small, torch.ones(2000, device=DEVICE), torch.arange(2000, device=DEVICE))
+    share = torch.bincount(drawn, minlength=4).float().cpu() / 2000
+    # Standard error of a share is at most 0.011.
+    assert (share - torch.tensor([0.5, 0.25, 0.15, 0.1])).abs().max() < 0.05
+
+
+def test_shapes_are_checked() -> None:
+    pool = records.new_pool(8, "fp8", 64, DEVICE)
+    slots = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ArgumentError, match=r"allowed: 1\.\.128"):
+        kernels.sparse_mla_decode(rand(2, 129, 64), pool, slots, None, scale=1.0)
+    with pytest.raises(ArgumentError, match="rows have 66 bytes"):
+        kernels.sparse_mla_decode(rand(2, 4, 128), pool, slots, None, scale=1.0)
+    with pytest.raises(ArgumentError, match="3 rows"):
+        kernels.sparse_mla_decode(
+            rand(2, 4, 64), pool, torch.zeros(3, 4, dtype=torch.int32, device=DEVICE), None, scale=1.0
+        )
