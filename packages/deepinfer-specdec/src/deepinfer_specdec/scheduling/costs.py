@@ -12,6 +12,7 @@ _WINDOW = 15  # measurements kept per point
 _ENOUGH = 3  # measurements from which a point is believed
 _NEAR = 1.25  # row counts within this ratio cost about the same per row
 _FRESH = 64  # steps after which a plain measurement should be repeated: contexts grow
+_HOST_SHARE = 0.06
 _PRIOR_ROWS = 16  # before anything is known a draft costs as much as a row among this many
 
 
@@ -41,8 +42,11 @@ class StepCosts:
         self._measured_at: dict[int, list[int]] = {}  # rows -> [measurements, step of the last one]
         self._step = 0
         self._extra: dict[int, _Medians] = {}
-        self._lines: dict[int, NDArray[np.float64]] = {}  # load -> extra at `_GRID`
-        self.host_seconds = 0.0  # time between two synchronous steps that an asynchronous loop would hide
+        self._host: float | None = None
+
+    def host_seconds(self, rows: int) -> float:
+        """Time between two synchronous steps that an asynchronous loop would hide; a share of a plain step until measured."""
+        return _HOST_SHARE * self.plain(rows) if self._host is None else self._host
 
     @property
     def known(self) -> bool:
@@ -68,11 +72,8 @@ class StepCosts:
 
     def extra(self, rows: int, most: int) -> NDArray[np.float64]:
         """float64 [most + 1]: what 0..most drafts add to a step of `rows` sequences, seconds."""
-        load = _load(rows)
-        if load not in self._lines:
-            self._lines[load] = self._line(rows, load)
         grid = np.concatenate([[0], _GRID])
-        return np.interp(np.arange(most + 1), grid, np.concatenate([[0.0], self._lines[load]]))
+        return np.interp(np.arange(most + 1), grid, np.concatenate([[0.0], self._line(rows)]))
 
     def observe(self, rows: int, drafts: int, seconds: float) -> None:
         """Take in a step that only decoded or verified. Times that are not positive are ignored."""
@@ -89,16 +90,15 @@ class StepCosts:
         point = int(np.argmin(np.abs(np.log(_GRID / drafts))))
         added = max(0.0, seconds - self.plain(rows)) * float(_GRID[point]) / drafts
         self._extra.setdefault(_load(rows), _Medians()).add(point, added)
-        self._lines.pop(_load(rows), None)
 
     def observe_host(self, seconds: float) -> None:
         """Take in the time from one step's end to the next one's start in the synchronous loop."""
         if seconds > 0.0:
-            self.host_seconds += (seconds - self.host_seconds) * (0.1 if self.host_seconds else 1.0)
+            self._host = seconds if self._host is None else self._host + 0.1 * (seconds - self._host)
 
-    def _line(self, rows: int, load: int) -> NDArray[np.float64]:
+    def _line(self, rows: int) -> NDArray[np.float64]:
         guess = _GRID * self.plain(rows) / (rows + _PRIOR_ROWS)
-        measured = self._extra.get(load)
+        measured = self._extra.get(_load(rows))
         if measured is None or not measured.values:
             return guess
         points = np.array(sorted(measured.values))

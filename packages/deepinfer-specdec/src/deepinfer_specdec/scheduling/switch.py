@@ -20,10 +20,10 @@ class SwitchOptions:
         longest_pause: most steps of a pause.
     """
 
-    enter: float = 1.05
-    leave: float = 1.01
+    enter: float = 1.15
+    leave: float = 1.03
     memory: float = 8.0
-    settle: int = 8
+    settle: int = 4
     pause: int = 16
     longest_pause: int = 512
 
@@ -78,7 +78,7 @@ class SpeculationSwitch:
         """Off: take in a forecast of one step; returns whether speculation is on now."""
         self._expected.add(seconds_without, seconds_with)
         self._wait = max(0, self._wait - 1)
-        if not self._wait and self._expected.steps >= 2 and self._expected.value >= self.options.enter:
+        if not self._wait and self._expected.steps >= 3 and self._expected.value >= self.options.enter:
             self._turn(True)
         return self.on
 

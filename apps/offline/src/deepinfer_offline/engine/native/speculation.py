@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.runner import ModelRunner, StepResult
     from deepinfer_offline.models.base import CacheGroup
 
-_SHADOW_EVERY = 4  # steps between two unverified drafts while speculation is off
+_EDGE = 1.03  # expected gain from which a step verifies anything: forecasts err
+_SHADOW_EVERY = 2  # steps between two unverified drafts while speculation is off
 
 
 class Speculation:
@@ -138,7 +139,7 @@ class Speculation:
             return
         if self._switch.on:
             emitted = int(result.num_tokens.sum())
-            seconds = result.seconds + self._costs.host_seconds
+            seconds = result.seconds + self._costs.host_seconds(rows)
             if not self._switch.measure(emitted * per_token, seconds):
                 self._clear(answers)
         elif self._steps % _SHADOW_EVERY == 0 and self._costs.known:
@@ -153,17 +154,22 @@ class Speculation:
         gained, lengths = self._budget(draft)
         plain = self._costs.plain(len(rows))
         extra = float(self._costs.extra(len(rows), int(lengths.sum()))[-1])
-        self._switch.expect((len(rows) + gained) * plain / len(rows), plain + extra + self._costs.host_seconds)
+        self._switch.expect(
+            (len(rows) + gained) * plain / len(rows), plain + extra + self._costs.host_seconds(len(rows))
+        )
 
     def _budget(self, draft: Draft) -> tuple[float, np.ndarray]:
         """Expected accepted drafts, and the lengths to verify, by the best rate over all budgets."""
         survivals = draft.survivals()
         tokens = expected_tokens(survivals)
         rows = draft.rows
-        seconds = self._costs.plain(rows) + self._costs.extra(rows, tokens.size - 1) + self._costs.host_seconds
+        seconds = self._costs.plain(rows) + self._costs.extra(rows, tokens.size - 1) + self._costs.host_seconds(rows)
         if not self._costs.known:
             return 0.0, np.zeros(rows, np.int32)
-        budget = int(((rows + tokens) / seconds).argmax())
+        rate = (rows + tokens) / seconds
+        budget = int(rate.argmax())
+        if rate[budget] < _EDGE * rate[0]:
+            budget = 0
         return float(tokens[budget]), admit(survivals, draft.counts, budget)
 
     def _is_ready(self, answer: Answer) -> bool:

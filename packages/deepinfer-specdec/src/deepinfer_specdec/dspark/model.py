@@ -1,0 +1,79 @@
+"""A DSpark draft model: features in, a block of hidden states out, then tokens one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deepinfer_specdec.dspark.backbone import Layer, RMSNorm
+from deepinfer_specdec.dspark.config import DSparkConfig
+from deepinfer_specdec.dspark.heads import ConfidenceHead, MarkovHead
+
+Context = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """The frozen ends of the target: embedding [V, hidden] and LM head [V, hidden]."""
+
+    embedding: Tensor
+    head: Tensor
+
+
+class DSparkModel(nn.Module):
+    """Backbone, Markov head and confidence head. The target's embedding and LM head are passed in and never trained.
+
+    The anchor is the block's first row and predicts the first draft: gamma rows give gamma tokens.
+    """
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.markov_head = MarkovHead(config)
+        self.confidence_head = ConfidenceHead(config)
+
+    def context(self, features: Tensor, positions: Tensor) -> Context:
+        """Keys and values of every layer for target features [B, C, m * hidden] at positions [B, C]."""
+        injected = self.hidden_norm(self.fc(features))
+        return [layer.context(injected, positions) for layer in self._stack()]
+
+    def block(
+        self, anchors: Tensor, positions: Tensor, context: Context, target: TargetParts, mask: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states h [B, N * K, hidden] of N blocks a row, after the final norm.
+
+        Args:
+            anchors: int64 [B, N], the last known tokens.
+            positions: int64 [B, N], their positions.
+            context: from `context`.
+            target: the target's ends.
+            mask: bool [B, N * K, C + N * K], True where visible; None: everything is.
+        """
+        width = self.config.block_size
+        tokens = anchors[..., None].repeat(1, 1, width)
+        tokens[..., 1:] = self.config.mask_token_id
+        places = (positions[..., None] + torch.arange(width, device=anchors.device)).flatten(1)
+        hidden = nn.functional.embedding(tokens.flatten(1), target.embedding)
+        for layer, injected in zip(self._stack(), context, strict=True):
+            hidden = layer(hidden, places, injected, mask)
+        return self.norm(hidden)
+
+    def _stack(self) -> Iterator[Layer]:
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            yield layer
+
+    def base_logits(self, hidden: Tensor, target: TargetParts) -> Tensor:
+        """Logits U [..., V] of the parallel stage."""
+        return nn.functional.linear(hidden, target.head)
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """float32 [...]: raw confidence for h [..., hidden] and previous tokens int64 [...]."""
+        return self.confidence_head(hidden, self.markov_head.w1(previous))

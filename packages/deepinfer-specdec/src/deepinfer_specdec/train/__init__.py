@@ -1,0 +1,1 @@
+"""Training of DSpark drafts: `python -m deepinfer_specdec.train --help`."""

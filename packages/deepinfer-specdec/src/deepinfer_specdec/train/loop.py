@@ -1,0 +1,153 @@
+"""The training loop: cosine schedule with warm-up, gradient clipping, checkpoints to resume from."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from deepinfer_specdec.dspark.model import DSparkModel
+from deepinfer_specdec.errors import SpecDecodeError
+from deepinfer_specdec.train.blocks import Texts, run_blocks, sample_anchors
+from deepinfer_specdec.train.data import Text, batches, collate
+from deepinfer_specdec.train.losses import LossWeights, block_losses
+from deepinfer_specdec.train.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """The recipe of the paper, in sizes that one device takes.
+
+    Attributes:
+        steps: optimiser steps.
+        batch_size: texts per step.
+        anchors: blocks per text.
+        max_length: tokens of a text.
+        learning_rate, warmup, clip: AdamW without weight decay; warm-up is a share of the steps, then a cosine to 0.
+        save_every: steps between checkpoints.
+        seed: of data order and anchors.
+        losses: weights.
+    """
+
+    steps: int = 1000
+    batch_size: int = 8
+    anchors: int = 64
+    max_length: int = 1024
+    learning_rate: float = 6e-4
+    warmup: float = 0.04
+    clip: float = 1.0
+    save_every: int = 200
+    seed: int = 0
+    losses: LossWeights = field(default_factory=LossWeights)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "anchors", "max_length", "save_every"):
+            if getattr(self, name) < 1:
+                raise SpecDecodeError(f"{name} {getattr(self, name)}; allowed: >= 1")
+
+
+def train(
+    model: DSparkModel,
+    target: Target,
+    texts: Sequence[Text],
+    options: TrainOptions,
+    checkpoint: Path | None = None,
+    *,
+    device: str = "cpu",
+    progress: bool = True,
+) -> list[float]:
+    """Train `model` in place up to `options.steps`, going on from `checkpoint` if that file exists.
+
+    Returns:
+        The loss of every step taken in this call.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
+    first = _resume(model, optimizer, checkpoint, device)
+    bar = _Bar(first, options.steps, progress)
+    history: list[float] = []
+    size = min(options.batch_size, len(texts))
+    for step, batch in zip(range(first, options.steps), batches(texts, size, options.seed, first), strict=False):
+        model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * _schedule(step, options)
+        history.append(
+            _step(model, target, collate(batch, target, options.max_length, device), optimizer, options, step)
+        )
+        bar.show(step + 1, history[-1])
+        if checkpoint is not None and ((step + 1) % options.save_every == 0 or step + 1 == options.steps):
+            _save(model, optimizer, checkpoint, step + 1)
+    bar.close()
+    return history
+
+
+def _step(
+    model: DSparkModel,
+    target: Target,
+    texts: Texts,
+    optimizer: torch.optim.Optimizer,
+    options: TrainOptions,
+    step: int,
+) -> float:
+    # Anchors depend on the step alone, so a resumed run sees the same ones.
+    generator = torch.Generator().manual_seed(options.seed * 7_919 + step)
+    anchors, real = sample_anchors(texts.trainable, options.anchors, generator)
+    out = run_blocks(model, target.parts, texts, anchors, real)
+    losses = block_losses(out.draft_logits, out.target_logits, out.labels, out.confidence, out.valid, options.losses)
+    optimizer.zero_grad(set_to_none=True)
+    losses.total.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+    optimizer.step()
+    return float(losses.total.detach())
+
+
+def _schedule(step: int, options: TrainOptions) -> float:
+    warm = max(1, round(options.warmup * options.steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1.0 + math.cos(math.pi * (step - warm) / max(1, options.steps - warm)))
+
+
+def _resume(model: DSparkModel, optimizer: torch.optim.Optimizer, checkpoint: Path | None, device: str) -> int:
+    if checkpoint is None or not checkpoint.exists():
+        return 0
+    state = torch.load(checkpoint, map_location=device, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+def _save(model: DSparkModel, optimizer: torch.optim.Optimizer, checkpoint: Path, step: int) -> None:
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    part = checkpoint.with_suffix(".part")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, part)
+    part.replace(checkpoint)  # whole or not at all: a killed run resumes from the last good one
+
+
+class _Bar:
+    """One line on stderr, rewritten a few times a second; plain lines when stderr is not a terminal."""
+
+    def __init__(self, first: int, total: int, show: bool) -> None:
+        self._first, self._total, self._show = first, total, show
+        self._begin = self._last = time.monotonic()
+        self._loss: float | None = None
+
+    def show(self, done: int, loss: float) -> None:
+        self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
+        now = time.monotonic()
+        terminal = sys.stderr.isatty()
+        if not self._show or (now - self._last < (0.2 if terminal else 30.0) and done < self._total):
+            return
+        self._last = now
+        left = (now - self._begin) / max(1, done - self._first) * (self._total - done)
+        filled = 30 * done // self._total
+        text = f"training [{'#' * filled}{'.' * (30 - filled)}] {done}/{self._total}  loss {self._loss:.4f}  {left:.0f} s left"
+        print(f"\r{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._show and sys.stderr.isatty():
+            print(file=sys.stderr)
