@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from deepinfer_offline.engine.vllm.startup import captured_output, root_cause
+from deepinfer_offline.engine.vllm.startup import captured_output, root_cause, tidy
 
 LOG = """\
 (EngineCore pid=12) ERROR 11-29 17:51:35 [core.py:1200] EngineCore failed to start.
@@ -39,3 +39,11 @@ def test_captured_output_can_be_shown(capfd):
         subprocess.run([sys.executable, "-c", "print('hello')"], check=True)
     assert "hello" in log.text
     assert "hello" in capfd.readouterr().err
+
+
+def test_frames_around_a_reason_are_stripped():
+    pydantic = "ValidationError: 1 validation error for ModelConfig\n  Value error, too long. [type=value_error, input_value=x]"
+    assert tidy(pydantic) == "too long."
+    worker = "RuntimeError: Worker failed with error 'no room.', please check the stack trace above for the root cause"
+    assert tidy(worker) == "no room."
+    assert tidy("OSError: plain") == "OSError: plain"

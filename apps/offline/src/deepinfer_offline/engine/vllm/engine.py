@@ -61,6 +61,23 @@ class VllmEngine:
     """
 
     def __init__(self, options: EngineOptions, *, name: str, tokenizer: Any, show_log: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._stats = EngineStats()
+        self._running: dict[str, _Running] = {}
+        failure = None
+        with startup.captured_output(show=show_log) as log:
+            try:
+                self._start(options)
+            except EngineStartError:
+                raise
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            cause = startup.root_cause(log.text) or f"{type(failure).__name__}: {failure}"
+            raise EngineStartError(f"vLLM does not start: {startup.tidy(cause)}") from failure
+        self._info = self._describe(name)
+
+    def _start(self, options: EngineOptions) -> None:
         import_vllm()
         import vllm
         import vllm.exceptions
@@ -70,20 +87,9 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._vllm = vllm
-        self._tokenizer = tokenizer
-        self._stats = EngineStats()
-        self._running: dict[str, _Running] = {}
-        keywords = arguments.engine_arguments(options, options.model, EngineArgs)
-        with startup.captured_output(show=show_log) as log:
-            failure = None
-            try:
-                self._engine = LLMEngine.from_engine_args(EngineArgs(**keywords))
-            except Exception as error:
-                failure = error
-        if failure is not None:
-            cause = startup.root_cause(log.text) or f"{type(failure).__name__}: {failure}"
-            raise EngineStartError(f"vLLM does not start: {cause}") from failure
-        self._info = self._describe(name)
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(**arguments.engine_arguments(options, options.model, EngineArgs))
+        )
 
     @property
     def info(self) -> EngineInfo:

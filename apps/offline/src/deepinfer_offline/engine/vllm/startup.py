@@ -25,6 +25,15 @@ def root_cause(log: str) -> str | None:
     return None
 
 
+def tidy(cause: str) -> str:
+    """Strip what libraries wrap around a reason: pydantic's frame, vLLM's quoting of a worker's error."""
+    cause = " ".join(cause.split())
+    cause = re.sub(r"^\w+: \d+ validation errors? for \w+ (?:Value error, )?", "", cause)
+    cause = re.sub(r" \[type=.*$", "", cause)
+    quoted = re.match(r"^\w+: Worker failed with error '(.*)', please check the stack trace", cause)
+    return quoted[1] if quoted else cause
+
+
 class Log:
     """The last mebibyte of what was printed since the capture began; worker processes may go on writing to it."""
 
