@@ -156,7 +156,7 @@ def test_large_specifications_are_tried_in_the_worker(byte_vocabulary):
     grammar = compile_spec(Spec.json_schema(schema), byte_vocabulary)
     assert grammar.matcher().accept(list(b'{"name3": "x3"}')) == 15
     with pytest.raises(LimitExceeded):
-        compile_spec(Spec.json_schema(schema), byte_vocabulary, Options(limits=Limits(max_rules=20)))
+        compile_spec(Spec.json_schema(schema), byte_vocabulary, Options(limits=Limits(max_bytes=2000)))
 
 
 def test_mutated_schemas_and_patterns_are_survived(byte_vocabulary):
@@ -170,6 +170,31 @@ def test_mutated_schemas_and_patterns_are_survived(byte_vocabulary):
         with contextlib.suppress(StructuredError):
             compile_spec(Spec.json_schema("".join(text)), byte_vocabulary).matcher().mask()
     assert time.monotonic() - start < 60
+
+
+def test_a_large_modulus_is_refused_and_not_tried(byte_vocabulary):
+    start = time.monotonic()
+    with pytest.raises(UnsupportedSchema, match="multipleOf 123456789"):
+        compile_spec(Spec.json_schema('{"type": "integer", "multipleOf": 0.123456789}'), byte_vocabulary)
+    compile_spec(Spec.json_schema('{"type": "integer", "multipleOf": 9973}'), byte_vocabulary)
+    assert time.monotonic() - start < 5
+
+
+def test_grammars_are_kept_on_disk(byte_vocabulary, tmp_path):
+    from deepinfer_structured.store import GrammarStore
+
+    spec, options = (
+        Spec.json_schema({"type": "array", "uniqueItems": True}),
+        Options(cache_dir=str(tmp_path / "grammars")),
+    )
+    first = compile_spec(spec, byte_vocabulary, options)
+    stored = GrammarStore(tmp_path / "grammars").get(spec, options)
+    assert stored is not None
+    assert (stored.unique, stored.notes) == (first.unique, first.notes)
+    assert GrammarStore(tmp_path / "grammars").get(spec, Options(max_whitespace=1)) is None
+    for file in (tmp_path / "grammars").iterdir():
+        file.write_text("{")
+    assert GrammarStore(tmp_path / "grammars").get(spec, options) is None
 
 
 def test_xgrammar_gets_only_what_it_enforces():

@@ -15,6 +15,7 @@ from deepinfer_structured.grammar import Grammar
 from deepinfer_structured.lowering import Lowered, lower_spec
 from deepinfer_structured.schema import values
 from deepinfer_structured.spec import Spec
+from deepinfer_structured.store import GrammarStore
 from deepinfer_structured.vocab import Vocabulary
 from deepinfer_structured.worker import Worker
 
@@ -46,6 +47,16 @@ def compile_spec(spec: Spec, vocabulary: Vocabulary, options: Options | None = N
 @functools.lru_cache(maxsize=1024)
 def lower_safely(spec: Spec, options: Options) -> Lowered:
     """Lower a specification; its text is safe to be built in this process. Results are kept for equal specifications."""
+    store = GrammarStore(options.cache_dir) if options.cache_dir else None
+    found = store.get(spec, options) if store else None
+    if found is None:
+        found = _lower(spec, options)
+        if store:
+            store.put(spec, options, found)
+    return found
+
+
+def _lower(spec: Spec, options: Options) -> Lowered:
     quick = spec.kind in ("json_schema", "json_object", "choice") and len(spec.content) <= _INLINE_BYTES
     if quick:
         seconds = min(_INLINE_SECONDS, options.limits.seconds)

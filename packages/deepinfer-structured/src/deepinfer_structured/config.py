@@ -50,6 +50,8 @@ class Options:
             model, for objects of up to 60 named properties.
         formats: enforce known `format`s; False treats all of them as annotations, as the JSON Schema standard does.
         limits: see `Limits`.
+        cache_dir: folder in which analysed specifications are kept between runs; None keeps them in memory only. Trust its
+            content as you trust code: a stored grammar is not checked again.
     """
 
     max_whitespace: int = 32
@@ -57,6 +59,7 @@ class Options:
     property_order: PropertyOrder = "schema"
     formats: bool = True
     limits: Limits = field(default_factory=Limits)
+    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_whitespace <= 10_000:

@@ -62,13 +62,13 @@ class Reader:
         """Read `data` at the end of the text; None if it repeats an item. The text keeps the data only on success."""
         length = len(self.text)
         self.text += data
-        current: State | None = state
         for offset in range(length, length + len(data)):
-            current = self._byte(current, self.text[offset], offset)
-            if current is None:
+            after = self._byte(state, self.text[offset], offset)
+            if after is None:
                 del self.text[length:]
                 return None
-        return current
+            state = after
+        return state
 
     def would_repeat(self, state: State, data: bytes) -> bool:
         """Whether reading `data` repeats an item; the text is unchanged."""

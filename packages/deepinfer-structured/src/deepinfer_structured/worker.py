@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from deepinfer_structured.errors import LimitExceeded, StructuredError
 
@@ -102,13 +102,13 @@ class Worker:
             self._kill()
 
 
-def _write(stream: BinaryIO, value: Any) -> None:
+def _write(stream: IO[bytes], value: Any) -> None:
     data = pickle.dumps(value)
     stream.write(struct.pack("<Q", len(data)) + data)
     stream.flush()
 
 
-def _serve(source: BinaryIO, target: BinaryIO) -> None:
+def _serve(source: IO[bytes], target: IO[bytes]) -> None:
     while head := source.read(8):
         module, function, arguments = pickle.loads(source.read(struct.unpack("<Q", head)[0]))
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from deepinfer_structured import Options, Spec, StructuredError, UnsupportedSchema, Vocabulary, compile_spec
@@ -44,7 +44,7 @@ def check(
     raise typer.Exit(0 if found["enforced"] else _REFUSED)
 
 
-def _check(file: Path, options: Options) -> dict[str, object]:
+def _check(file: Path, options: Options) -> dict[str, Any]:
     try:
         spec = Spec.json_schema(file.read_text(encoding="utf-8-sig"))
         grammar = compile_spec(spec, Vocabulary.bytewise(), options)

@@ -14,6 +14,7 @@ _ANY_NUMBER = rf"/-?{_INT}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?/"
 _FRACTIONAL = rf"/-?{_INT}\.[0-9]*[1-9][0-9]*/"
 _MAX_MODULUS = 13
 _MAX_LISTED = 2000
+_MAX_JSON_MODULUS = 10_000
 _PREC = 2000
 
 
@@ -50,7 +51,7 @@ def listed(case: Number) -> list[Fraction] | None:
     first, last = -(-Fraction(case.low) // step), Fraction(case.high) // step
     if last - first > _MAX_LISTED:
         return None
-    return [k * step for k in range(int(first), int(last) + 1)]
+    return [k * step for k in range(first, last + 1)]
 
 
 def as_json(case: Number) -> str | None:
@@ -58,6 +59,8 @@ def as_json(case: Number) -> str | None:
     if case.non_multiples or case.holes or case.integer is False or case.multiple is None:
         return None
     fraction = case.multiple
+    if fraction.numerator > _MAX_JSON_MODULUS:
+        return None  # the library's automaton has a state for each remainder
     if case.integer or not _is_decimal(fraction):
         parts = ['"type":"integer"', f'"multipleOf":{fraction.numerator}']
     else:
@@ -308,6 +311,8 @@ def _non_multiple(step: Fraction) -> str:
 @functools.cache
 def _multiple_of_integer(step: int) -> str:
     """Integers divisible by `step`, with sign."""
+    if step > 1 and str(step).strip("0") == "1":
+        return rf"/-?(?:0|[1-9][0-9]*{'0' * (len(str(step)) - 1)})/"
     power, rest = 1, step
     for prime in (2, 5):
         while rest % prime == 0:

@@ -1,0 +1,55 @@
+"""Lowered grammars on disk, so that a job's schemas are analysed once and not once a run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from deepinfer_structured.config import Options
+from deepinfer_structured.engines import llguidance
+from deepinfer_structured.lowering import Lowered
+from deepinfer_structured.spec import Spec
+
+
+def _package_version() -> str:
+    try:
+        return version("deepinfer-structured")
+    except PackageNotFoundError:
+        return "source"
+
+
+class GrammarStore:
+    """A folder of lowered grammars, keyed by specification, options and library versions.
+
+    Files are written whole and renamed, so several processes may share the folder; a damaged file counts as absent.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def _path(self, spec: Spec, options: Options) -> Path:
+        key = repr((spec, options, _package_version(), llguidance.version))
+        return self.folder / f"{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}.json"
+
+    def get(self, spec: Spec, options: Options) -> Lowered | None:
+        """The stored grammar, or None."""
+        try:
+            value = json.loads(self._path(spec, options).read_text(encoding="utf-8"))
+            return Lowered(value["engine"], value["text"], tuple(value["notes"]), value["unique"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, spec: Spec, options: Options, found: Lowered) -> None:
+        """Store a grammar; a folder that cannot be written to is no error."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.folder)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(asdict(found), file)
+            os.replace(name, self._path(spec, options))
