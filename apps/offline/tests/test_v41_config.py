@@ -38,7 +38,9 @@ def test_released_parameter_count() -> None:
     engram = sum(s.count for s in specs if s.storage == "table")
     backbone = sum(s.count for s in specs if s.storage != "table" and not s.name.startswith("mtp."))
     assert round(engram / 1e9, 1) == 196.6
-    assert backbone / 1e9 == pytest.approx(551.6, abs=0.3)  # the notes do not say where the Engram projections are counted
+    assert backbone / 1e9 == pytest.approx(
+        551.6, abs=0.3
+    )  # the notes do not say where the Engram projections are counted
 
 
 def test_released_schedule() -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
 import pytest
 import torch
-from deepinfer_offline.ops.deepsig import decode_records, encode_records, kv_gather, kv_insert, record_bytes, round_to_record
+from deepinfer_offline.ops.deepsig import (
+    decode_records,
+    encode_records,
+    kv_gather,
+    kv_insert,
+    record_bytes,
+    round_to_record,
+)
 from deepinfer_offline.ops.deepsig import formats as f
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,7 +72,7 @@ def test_e4m3_table_matches_torch(code: int) -> None:
 
 
 def test_e2m1_every_tie_goes_to_the_even_code() -> None:
-    ties = [(a + b) / 2 for a, b in zip(E2M1, E2M1[1:], strict=False)]
+    ties = [(a + b) / 2 for a, b in itertools.pairwise(E2M1)]
     values = [float(t) for t in ties] + [-float(t) for t in ties]
     expected = [float(nearest(Fraction(v), E2M1)) for v in values]
     assert expected[:7] == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
@@ -72,7 +80,7 @@ def test_e2m1_every_tie_goes_to_the_even_code() -> None:
 
 
 def test_e2m1_neighbours_of_ties_go_to_their_side() -> None:
-    ties = torch.tensor([float((a + b) / 2) for a, b in zip(E2M1, E2M1[1:], strict=False)] + [0.0])
+    ties = torch.tensor([float((a + b) / 2) for a, b in itertools.pairwise(E2M1)] + [0.0])
     below = torch.nextafter(ties, torch.full_like(ties, -10.0))
     above = torch.nextafter(ties, torch.full_like(ties, 10.0))
     assert f.decode_e2m1(f.encode_e2m1(below))[:7].tolist() == [float(v) for v in E2M1[:-1]]

@@ -137,7 +137,9 @@ def test_vision_tensors_are_accounted_for_and_not_read(tmp_path: Path) -> None:
 
     folder = copy_of("dev-backbone", tmp_path, add)
     ids = list(range(20))
-    assert torch.equal(whole_sequence_logits(load(folder), ids), whole_sequence_logits(load(ORACLE / "dev-backbone"), ids))
+    assert torch.equal(
+        whole_sequence_logits(load(folder), ids), whole_sequence_logits(load(ORACLE / "dev-backbone"), ids)
+    )
 
 
 def test_engram_needs_the_models_own_tokenizer(tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def test_engram_table_scales_are_by_row() -> None:
 
 def test_writer_refuses_unknown_missing_and_repeated_tensors(tmp_path: Path) -> None:
     tensors = list(random_tensors(V41Config.parse(TINY)))
-    with pytest.raises(ValueError, match="1 tensors are missing, e.g. norm.weight"):
+    with pytest.raises(ValueError, match=r"1 tensors are missing, e\.g\. norm\.weight"):
         write_checkpoint(tmp_path, TINY, (item for item in tensors if item[0] != "norm.weight"))
     with pytest.raises(ValueError, match=r"layers\.9\.x is not a tensor of this configuration"):
         write_checkpoint(tmp_path, TINY, iter([("layers.9.x", torch.zeros(1))]))

@@ -139,7 +139,9 @@ def test_wrong_rope_theta(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
 
 def test_scaled_sink(monkeypatch: pytest.MonkeyPatch) -> None:
     original = ops.attend
-    monkeypatch.setattr(ops, "attend", lambda q, keys, allowed, sink, scale: original(q, keys, allowed, sink * scale, scale))
+    monkeypatch.setattr(
+        ops, "attend", lambda q, keys, allowed, sink, scale: original(q, keys, allowed, sink * scale, scale)
+    )
     assert oracle_error("dev-backbone") > VISIBLE
 
 
@@ -153,7 +155,9 @@ def test_ties_to_the_highest_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "topk_mask", lambda scores, k: mask(scores.flip(-1), k).flip(-1))
     monkeypatch.setattr(ops, "topk_lowest_index", highest)
     expected = np.load(ORACLE / "dev-backbone" / "cases.npz")
-    assert max(int(expected[f"seq{i}_ties_matter"]) for i in range(2)) == 1, "no prompt of the oracle has a tie that matters"
+    assert max(int(expected[f"seq{i}_ties_matter"]) for i in range(2)) == 1, (
+        "no prompt of the oracle has a tie that matters"
+    )
     i = next(i for i in range(2) if expected[f"seq{i}_ties_matter"])
     got = Session(load("dev-backbone"), capacity=64).prefill(0, expected[f"seq{i}_ids"], keep_all=True, wanted=None)
     assert np.abs(got.numpy() - expected[f"seq{i}_logits"]).max() > VISIBLE

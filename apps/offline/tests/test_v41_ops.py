@@ -12,7 +12,9 @@ from deepinfer_offline.ops.deepsig.formats import quantize_fp4_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-FEW_VALUES = st.lists(st.lists(st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 0.5, 2.0]), min_size=9, max_size=9), min_size=1)
+FEW_VALUES = st.lists(
+    st.lists(st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 0.5, 2.0]), min_size=9, max_size=9), min_size=1
+)
 
 
 def best(row: list[float], k: int) -> list[int]:
@@ -74,7 +76,12 @@ def test_mhc_matches_its_formula(streams: int) -> None:
     out = ops.mhc_post(y, x, mix.post, mix.comb)
     expected = torch.stack(
         [
-            torch.stack([mix.post[t, o] * y[t] + sum(mix.comb[t, i, o] * x[t, i] for i in range(streams)) for o in range(streams)])
+            torch.stack(
+                [
+                    mix.post[t, o] * y[t] + sum(mix.comb[t, i, o] * x[t, i] for i in range(streams))
+                    for o in range(streams)
+                ]
+            )
             for t in range(5)
         ]
     )
@@ -190,12 +197,13 @@ def test_decode_and_prefill_attention_agree() -> None:
     q, sink = torch.randn(t, heads, n), torch.randn(heads)
     ws = torch.randint(-1, 20, (t, 6))
     cs = torch.randint(-1, 20, (t, 4))
-    paged = ops.sparse_mla_decode(
-        q, window, ws, sink, scale=n**-0.5, compressed_pool=entries, compressed_slots=cs
-    )
+    paged = ops.sparse_mla_decode(q, window, ws, sink, scale=n**-0.5, compressed_pool=entries, compressed_slots=cs)
     slots = torch.arange(20)
     kv = torch.cat(
-        (ops.kv_gather(window, slots, "fp8", n, torch.float32), ops.kv_gather(entries, slots, "nvfp4", n, torch.float32))
+        (
+            ops.kv_gather(window, slots, "fp8", n, torch.float32),
+            ops.kv_gather(entries, slots, "nvfp4", n, torch.float32),
+        )
     )
     indices = torch.cat((ws, torch.where(cs >= 0, cs + 20, -1)), dim=1)
     dense = ops.sparse_mla_prefill(q, kv, indices, sink, scale=n**-0.5)

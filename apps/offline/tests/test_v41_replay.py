@@ -21,7 +21,14 @@ GROUPS = range(int(CASES["num_groups"]))
 W, LAYERS, CUT = 8, 7, 4
 TOLERANCE = 1e-4
 NAN_BYTE = 0x7F  # E4M3 NaN
-MODES = {"cold": "off", "enc": "off", "dec_paper": "paper", "dec_vllm": "vllm", "both_paper": "paper", "both_vllm": "vllm"}
+MODES = {
+    "cold": "off",
+    "enc": "off",
+    "dec_paper": "paper",
+    "dec_vllm": "vllm",
+    "both_paper": "paper",
+    "both_vllm": "vllm",
+}
 _MODELS: dict[tuple[str, int], DeepSigV41Model] = {}
 
 
@@ -74,7 +81,9 @@ def test_oracle_cases(mode: str, block_size: int) -> None:
             session.write(0, 0, ids)
         rows = CASES[f"g{g}_{mode}_rows"]
         floor = max(hit - W, 0)
-        out = session.run(Chunk(0, floor, len(ids) - floor, floor=floor, write_floor=hit, wanted=len(ids) - int(rows[0])))
+        out = session.run(
+            Chunk(0, floor, len(ids) - floor, floor=floor, write_floor=hit, wanted=len(ids) - int(rows[0]))
+        )
         difference = (out[torch.from_numpy(rows - rows[0])].numpy() - CASES[f"g{g}_{mode}_logits"]).__abs__().max()
         assert difference <= TOLERANCE, f"group {g}, hit {hit}, {len(ids)} tokens"
         assert greedy(session, out[-1], len(ids)) == CASES[f"g{g}_{mode}_greedy"].tolist(), f"group {g}"
@@ -140,7 +149,13 @@ def entries_of(session: Session, tokens: int) -> list[torch.Tensor]:
 def test_global_entries_are_bit_identical_in_every_kind_of_prefill() -> None:
     ids = prompt(60)
     kept: list[list[torch.Tensor]] = []
-    for replay, sizes in (("off", [60]), ("off", [13, 1, 20, 26]), ("paper", [60]), ("vllm", [60]), ("paper", [30, 27, 3])):
+    for replay, sizes in (
+        ("off", [60]),
+        ("off", [13, 1, 20, 26]),
+        ("paper", [60]),
+        ("vllm", [60]),
+        ("paper", [30, 27, 3]),
+    ):
         session = Session(load(replay), capacity=96)
         session.prefill(0, ids, sizes)
         kept.append(entries_of(session, 60))
@@ -220,7 +235,11 @@ def test_layer_tokens_fall_to_the_stated_cost() -> None:
         before = model.counters.layer_tokens
         Session(model, capacity=96).prefill(0, prompt(70))
         counted[replay] = model.counters.layer_tokens - before
-    assert counted == {"off": 70 * LAYERS, "paper": 70 * CUT + W * (LAYERS - CUT), "vllm": 70 * CUT + W * (LAYERS - CUT)}
+    assert counted == {
+        "off": 70 * LAYERS,
+        "paper": 70 * CUT + W * (LAYERS - CUT),
+        "vllm": 70 * CUT + W * (LAYERS - CUT),
+    }
 
 
 def test_mixed_batch_with_hits_and_trims_equals_each_alone() -> None:

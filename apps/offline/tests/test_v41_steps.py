@@ -83,7 +83,14 @@ def test_any_company_gives_the_same_logits() -> None:
     for slot, ids in enumerate(sequences):
         session.write(slot, 0, ids)
     done, rows = [0] * 5, [[] for _ in range(5)]
-    plan = [(9, 1, 30, 3, 5), (1, 1, 10, 1, 1), (17, 30, 1, 6, 2), (1, 1, 1, 1, 1), (12, 12, 5, 20, 40), (8, 16, 14, 17, 12)]
+    plan = [
+        (9, 1, 30, 3, 5),
+        (1, 1, 10, 1, 1),
+        (17, 30, 1, 6, 2),
+        (1, 1, 1, 1, 1),
+        (12, 12, 5, 20, 40),
+        (8, 16, 14, 17, 12),
+    ]
     for counts in plan:
         chunks = []
         for slot, count in enumerate(counts):

@@ -152,15 +152,21 @@ def _entries(
 
     Keys [b, k, head_dim] of each tile's own selection, or [n, s, head_dim] of every sequence's entries.
     """
-    memo, slots, key = tile.memo, None, ("compressed", compressed.source)
-    if selection.slots is not None:
-        memo, slots, key = selection.memo, selection.slots, "keys"
-    if key not in memo:
-        wanted = tile.entry_slots(step, compressed.ratio) if slots is None else slots
-        memo[key] = ops.kv_gather(compressed.pool, wanted, "nvfp4", config.head_dim, torch.float32)
-        if slots is not None and bool((slots < 0).any()):
-            memo["visible"] = (slots >= 0).unsqueeze(1)
-    return memo[key], selection.mask if slots is None else memo.get("visible")
+
+    def gather(slots: Tensor) -> Tensor:
+        return ops.kv_gather(compressed.pool, slots, "nvfp4", config.head_dim, torch.float32)
+
+    if selection.slots is None:
+        key = ("compressed", compressed.source)
+        if key not in tile.memo:
+            tile.memo[key] = gather(tile.entry_slots(step, compressed.ratio))
+        return tile.memo[key], selection.mask
+    memo = selection.memo
+    if "keys" not in memo:
+        memo["keys"] = gather(selection.slots)
+        if bool((selection.slots < 0).any()):
+            memo["visible"] = (selection.slots >= 0).unsqueeze(1)
+    return memo["keys"], memo.get("visible")
 
 
 def _attend_sparse(

@@ -166,7 +166,14 @@ class Backbone:
                 assert stage.selections is not None, f"layer {plan.index} has no selection to reuse"
                 compressed = CompressedKeys(cache.compressed[plan.source], plan.source, plan.ratio, stage.selections)
             return attend_rows(
-                latent, layer.attention, self.config, stage.rows, stage.tiles, rotary, cache.window[plan.index], compressed
+                latent,
+                layer.attention,
+                self.config,
+                stage.rows,
+                stage.tiles,
+                rotary,
+                cache.window[plan.index],
+                compressed,
             )
 
         attended = site(flow.residual, layer.hc_attn, layer.attn_norm, self.config, attention)

@@ -2,11 +2,11 @@
 
 | group    | kind   | holds                                                                     |
 |----------|--------|---------------------------------------------------------------------------|
-| `global` | prefix | compressed KV and index keys of every KV source: all that a prefix hit needs |
+| `global` | prefix | compressed KV and index keys of every KV source: what a prefix hit needs |
 | `window` | window | window KV of every layer and draft stage                                    |
 | `pairs`  | state  | the last rows of each source with a ratio above 1, whose group may be open   |
 
-Blocks are counted in tokens. An entry of ratio r belongs to the block of its last token, at offset (position % block) // r, so any
+| `global` | prefix | compressed KV and index keys of every KV source: what a prefix hit needs              |
 block size works, also one token.
 """
 

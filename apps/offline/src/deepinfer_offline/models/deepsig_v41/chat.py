@@ -115,6 +115,7 @@ def _mark_prefix(messages: list[dict[str, Any]]) -> None:
     """Let the last assistant message be continued instead of answered."""
     if not messages or messages[-1].get("role") != "assistant":
         raise RequestError(
-            "add_generation_prompt=False continues the last message, which must then be the assistant's", param="messages"
+            "add_generation_prompt=False continues the last message, which must then be the assistant's",
+            param="messages",
         )
     messages[-1]["prefix"] = True

@@ -59,7 +59,8 @@ class Draft:
     def write_context(self, result: StepResult, cache: V41Cache) -> None:
         """Store each stage's context KV for the rows that reached the target's last layer. Call after every target step."""
         draft = self.weights.draft
-        assert draft is not None and result.features is not None, "the checkpoint has no draft"
+        assert draft is not None, "the checkpoint has no draft"
+        assert result.features is not None, "the step made no draft features"
         main = functional.linear(result.features, draft.main_proj)
         main = ops.rms_norm(main, draft.main_norm, self.config.rms_norm_eps)
         rotary = result.stage.rotary(0)
@@ -68,7 +69,13 @@ class Draft:
             ops.kv_insert(cache.window[self.config.num_hidden_layers + number], result.stage.window_slots, kv, "fp8")
 
     def propose(
-        self, anchors: Tensor, positions: Tensor, window_table: Tensor, floors: Tensor, cache: V41Cache, sample: Sampler = greedy
+        self,
+        anchors: Tensor,
+        positions: Tensor,
+        window_table: Tensor,
+        floors: Tensor,
+        cache: V41Cache,
+        sample: Sampler = greedy,
     ) -> DraftBlock:
         """Draft one block for each sequence.
 

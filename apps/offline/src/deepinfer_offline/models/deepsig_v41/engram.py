@@ -114,7 +114,7 @@ class EngramHash:
         full[: len(token_map)] = token_map
         self.token_map = torch.from_numpy(full).to(device)
         self.pad = pad
-        bound = max(1, int(np.iinfo(np.int64).max // size) // 2)
+        bound = max(1, np.iinfo(np.int64).max // size // 2)
         self.tables = tuple(
             self._table(layer, primes, rows, bound).to_device(device)
             for layer, primes, rows in zip(

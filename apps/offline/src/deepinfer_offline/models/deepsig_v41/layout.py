@@ -93,7 +93,9 @@ def _selection(prefix: str, c: V41Config, layer: LayerPlan) -> Iterator[TensorSp
         yield TensorSpec(f"{prefix}.indexer.wk.weight", (c.index_head_dim, dim))
         yield TensorSpec(f"{prefix}.indexer.k_norm.weight", (c.index_head_dim,))
     if layer.selects:
-        yield TensorSpec(f"{prefix}.indexer.wq_b.weight", (c.index_n_heads * c.index_head_dim, c.q_lora_rank), "projection")
+        yield TensorSpec(
+            f"{prefix}.indexer.wq_b.weight", (c.index_n_heads * c.index_head_dim, c.q_lora_rank), "projection"
+        )
         yield TensorSpec(f"{prefix}.indexer.weights_proj.weight", (c.index_n_heads, d))
 
 

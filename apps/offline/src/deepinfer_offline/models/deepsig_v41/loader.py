@@ -195,7 +195,9 @@ class WeightLoader:
         c = self.config
         d, m = c.hidden_size, c.moe_intermediate_size
         names = [f"{prefix}.experts.{e}" for e in range(count)]
-        packed = self.keep_fp4 and all(self.stored[f"{n}.{p}.weight"].quantised for n in names for p in ("w1", "w2", "w3"))
+        packed = self.keep_fp4 and all(
+            self.stored[f"{n}.{p}.weight"].quantised for n in names for p in ("w1", "w2", "w3")
+        )
         if packed:
             return self._packed_experts(names)
         gate_up = torch.empty(count, 2 * m, d, dtype=self.dtype, device=self.device)

@@ -54,5 +54,7 @@ def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
         config.index_n_heads * config.index_head_dim,
     )
     per_row = 4 * (3 * config.hc_mult * config.hidden_size + 4 * wide + 4 * config.hidden_size)
-    masks = rows * min(options.max_model_len, 1 << 17)  # a byte an entry and row; only one sequence is that long at once
+    masks = rows * min(
+        options.max_model_len, 1 << 17
+    )  # a byte an entry and row; only one sequence is that long at once
     return rows * per_row + 2 * masks + 4 * 4 * (1 << 24) + 4 * config.vocab_size * options.max_running

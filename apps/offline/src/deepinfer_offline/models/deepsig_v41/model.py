@@ -75,7 +75,9 @@ class DeepSigV41Model:
             parts.config, parts.schedule, weights, frequencies, engram, "paper", options.block_size
         )
         self.decoder_replay = decoder_replay
-        self.draft = Draft(parts.config, weights, frequencies, options.block_size) if weights.draft is not None else None
+        self.draft = (
+            Draft(parts.config, weights, frequencies, options.block_size) if weights.draft is not None else None
+        )
         self.drafting = False  # whether steps also write the draft's context; set before the first step
 
     @classmethod

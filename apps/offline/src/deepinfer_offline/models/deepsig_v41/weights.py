@@ -23,7 +23,8 @@ class HyperWeights:
 class AttentionWeights:
     """Projections of one attention layer.
 
-    `wqkv_a` [q_lora + head_dim, d] is wq_a above wkv: both read the same input. `wo_a` [groups, o_lora, heads * head_dim / groups].
+    `wqkv_a` [q_lora + head_dim, d] is wq_a above wkv: both read the same input.
+    `wo_a` is [groups, o_lora, heads * head_dim / groups].
     """
 
     wqkv_a: Tensor
@@ -96,7 +97,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """main_proj [d, targets * d], main_norm [d], norm [d], markov embed and head [vocab, rank], confidence float32 [1, d + rank]."""
+    """main_proj [d, targets * d], main_norm and norm [d], markov embed and head [vocab, rank], confidence [1, d + rank]."""
 
     stages: tuple[LayerWeights, ...]
     main_proj: Tensor

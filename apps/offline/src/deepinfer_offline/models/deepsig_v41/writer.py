@@ -82,7 +82,9 @@ def write_checkpoint(
 
 
 def _keeps_float32(name: str) -> bool:
-    return ".hc_" in name or name.endswith((".attn_sink", ".gate.bias", ".gate.bias_vl", ".confidence_head.proj.weight"))
+    return ".hc_" in name or name.endswith(
+        (".attn_sink", ".gate.bias", ".gate.bias_vl", ".confidence_head.proj.weight")
+    )
 
 
 class _Shards:

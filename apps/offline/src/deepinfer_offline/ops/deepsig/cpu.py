@@ -1,4 +1,4 @@
-"""C kernels behind the portable ops on a CPU, compiled once with the machine's own compiler. Optional: without them torch serves."""
+"""C kernels behind the portable ops on a CPU, compiled once with the machine's own compiler; without one, torch serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from deepinfer_offline.ops.cpu.build import CACHE_VARIABLE, OFF_VARIABLE
 
 SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILERS = ("cc", "gcc", "clang")
 _FORMATS = {"fp8": 0, "nvfp4": 1, "mxfp4": 2}
 _MAX_STREAMS = 8  # as in kernels.c
@@ -67,7 +67,9 @@ def _built() -> Path:
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise OSError(f"{folder} can be written by others, so nothing is loaded from it")
-    processor = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0] if Path("/proc/cpuinfo").exists() else ""
+    processor = (
+        Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0] if Path("/proc/cpuinfo").exists() else ""
+    )
     flags = next((line for line in processor.splitlines() if line.startswith(("flags", "Features"))), "")
     key = "\n".join((SOURCE.read_text(), *_FLAGS, flags))
     file = folder / f"v41-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"

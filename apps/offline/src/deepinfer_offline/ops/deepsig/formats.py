@@ -75,25 +75,27 @@ def ue8m0_values(exponents: Tensor) -> Tensor:
     return exponents.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
-def _expand_scales(scales: Tensor, rows: int, columns: int, row_block: int) -> Tensor:
+def _expand_scales(scales: Tensor, like: Tensor, row_block: int) -> Tensor:
+    """The scale of every element of `like` [n, k], float32."""
+    rows, columns = like.shape
     wide = ue8m0_values(scales).repeat_interleave(WEIGHT_TILE, dim=1)[:, :columns]
     return wide if row_block == 1 else wide.repeat_interleave(row_block, dim=0)[:rows]
 
 
 def dequantize_fp8_tiles(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """E4M3 [n, k] with a UE8M0 scale for each 32x32 tile, [ceil(n / 32), ceil(k / 32)], to [n, k] of `dtype`."""
-    return (weight.float() * _expand_scales(scale, *weight.shape, WEIGHT_TILE)).to(dtype)
+    return (weight.float() * _expand_scales(scale, weight, WEIGHT_TILE)).to(dtype)
 
 
 def dequantize_fp8_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """E4M3 [n, k] with a UE8M0 scale for each row and 32 columns, [n, ceil(k / 32)], to [n, k] of `dtype`."""
-    return (weight.float() * _expand_scales(scale, *weight.shape, 1)).to(dtype)
+    return (weight.float() * _expand_scales(scale, weight, 1)).to(dtype)
 
 
 def dequantize_fp4_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Packed E2M1 [n, k / 2] (int8 or uint8) with a UE8M0 scale for each row and 32 columns, to [n, k] of `dtype`."""
     values = decode_e2m1(weight)
-    return (values * _expand_scales(scale, *values.shape, 1)).to(dtype)
+    return (values * _expand_scales(scale, values, 1)).to(dtype)
 
 
 def _block_amax(weight: Tensor, row_block: int) -> Tensor:
@@ -106,7 +108,7 @@ def _block_amax(weight: Tensor, row_block: int) -> Tensor:
 def _quantize_fp8(weight: Tensor, row_block: int) -> tuple[Tensor, Tensor]:
     scale = pow2_ceil(_block_amax(weight, row_block).clamp_min(1e-30) * (1 / E4M3_MAX))
     exponents = ue8m0_bytes(scale).view(torch.float8_e8m0fnu)
-    quotient = weight.float() / _expand_scales(exponents, *weight.shape, row_block)
+    quotient = weight.float() / _expand_scales(exponents, weight, row_block)
     return quotient.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), exponents
 
 
@@ -124,5 +126,5 @@ def quantize_fp4_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[n, k], k even, to int8 [n, k / 2] and float8_e8m0fnu scales [n, ceil(k / 32)]; inverse of `dequantize_fp4_rows`."""
     scale = pow2_ceil(_block_amax(weight, 1).clamp_min(1e-30) * (1 / E2M1_MAX))
     exponents = ue8m0_bytes(scale).view(torch.float8_e8m0fnu)
-    quotient = weight.float() / _expand_scales(exponents, *weight.shape, 1)
+    quotient = weight.float() / _expand_scales(exponents, weight, 1)
     return encode_e2m1(quotient).view(torch.int8), exponents

@@ -1,4 +1,5 @@
-// CPU kernels of V4.1's small ops: cache records, Sinkhorn normalisation, top-k with a tie rule. Any processor, plain C.
+// CPU kernels of V4.1's small ops: cache records, Sinkhorn normalisation, top-k with a tie rule. Any processor, plain C, one
+// thread: a second OpenMP runtime beside the one of torch makes both spin for the same cores.
 // Results equal the portable ops': records and selections bit for bit, Sinkhorn to float32 rounding.
 
 #include <math.h>
@@ -9,7 +10,6 @@
 #define LANES 16       // tokens that one Sinkhorn block normalises side by side
 #define MAX_STREAMS 8
 #define MAX_CHANNELS 4096
-#define PARALLEL 4096  // elements below which one thread is faster
 
 enum { FP8 = 0, NVFP4 = 1, MXFP4 = 2 };
 
@@ -119,7 +119,6 @@ INLINE void decode_row(const uint8_t *record, int channels, int format, float *o
 
 // Encode x [rows][channels] to records at `slots` of the pool; -1 writes nothing. slots NULL: row i goes to slot i.
 void v41_encode(const float *x, const int64_t *slots, int64_t rows, int channels, int format, uint8_t *pool, int64_t width) {
-#pragma omp parallel for if (rows * channels > PARALLEL)
     for (int64_t row = 0; row < rows; row++) {
         int64_t slot = slots ? slots[row] : row;
         if (slot >= 0) encode_row(x + row * channels, channels, format, pool + slot * width);
@@ -128,7 +127,6 @@ void v41_encode(const float *x, const int64_t *slots, int64_t rows, int channels
 
 // Decode the records at `slots`; -1 gives zeros, whatever the pool holds. Row i goes to out + i * channels.
 void v41_gather(const uint8_t *pool, const int64_t *slots, int64_t rows, int channels, int format, float *out, int64_t width) {
-#pragma omp parallel for if (rows * channels > PARALLEL)
     for (int64_t row = 0; row < rows; row++) {
         float *target = out + row * channels;
         if (slots[row] < 0) memset(target, 0, channels * sizeof(float));
@@ -138,7 +136,6 @@ void v41_gather(const uint8_t *pool, const int64_t *slots, int64_t rows, int cha
 
 // Softmax over rows plus eps, then alternating column and row normalisation: comb [tokens][s * s], in place.
 void v41_sinkhorn(float *comb, int64_t tokens, int s, int iterations, float eps) {
-#pragma omp parallel for if (tokens > 128)
     for (int64_t block = 0; block < tokens; block += LANES) {
         float c[MAX_STREAMS * MAX_STREAMS][LANES], sum[LANES];
         int64_t count = tokens - block < LANES ? tokens - block : LANES;
@@ -201,7 +198,6 @@ INLINE int chosen(float value, uint32_t least, int64_t *room) {
 
 // Indices of the k highest entries of each row of x [rows][n], ascending, ties to the lowest index, -inf never: out [rows][k].
 void v41_topk(const float *x, int64_t rows, int64_t n, int64_t k, int32_t *out) {
-#pragma omp parallel for if (rows * n > PARALLEL)
     for (int64_t row = 0; row < rows; row++) {
         const float *line = x + row * n;
         int32_t *target = out + row * k;
@@ -215,7 +211,6 @@ void v41_topk(const float *x, int64_t rows, int64_t n, int64_t k, int32_t *out) 
 
 // The same selection as a mask, one byte an entry: out [rows][n].
 void v41_topk_mask(const float *x, int64_t rows, int64_t n, int64_t k, uint8_t *out) {
-#pragma omp parallel for if (rows * n > PARALLEL)
     for (int64_t row = 0; row < rows; row++) {
         const float *line = x + row * n;
         int64_t room = k;

@@ -9,9 +9,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from deepinfer_offline.ops.deepsig import cpu
 from torch import Tensor
 from torch.nn import functional
+
+from deepinfer_offline.ops.deepsig import cpu
 
 
 class HyperMix(NamedTuple):

@@ -17,10 +17,10 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-from deepinfer_offline.ops.deepsig import cpu
 from torch import Tensor
 from torch.nn import functional
 
+from deepinfer_offline.ops.deepsig import cpu
 from deepinfer_offline.ops.deepsig.formats import (
     E2M1_MAX,
     E4M3_MAX,

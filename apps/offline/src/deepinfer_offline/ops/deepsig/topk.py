@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from deepinfer_offline.ops.deepsig import cpu
 from torch import Tensor
+
+from deepinfer_offline.ops.deepsig import cpu
 
 
 def topk_mask(scores: Tensor, k: int) -> Tensor:
