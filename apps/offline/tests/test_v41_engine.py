@@ -91,7 +91,7 @@ def exact_engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
 
     monkeypatch.setattr(build_module, "_limits", limits)
     llm = LLM(ORACLE / "dev-replay", dtype="float32", engine="native", **options)
-    model_of(llm).decoder_replay = "off"
+    model_of(llm).follow_strategy("exact")
     return llm
 
 

@@ -262,3 +262,14 @@ def test_mixed_batch_with_hits_and_trims_equals_each_alone() -> None:
     got = together.run(*chunks)
     for a, b in zip(alone, got, strict=True):
         assert (a - b).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["full", "periodic(64)", "exact", "bounded"])
+def test_decoder_replay_follows_the_window_strategy(strategy: str) -> None:
+    """Only `bounded` may leave windows of the decoder layers incomplete."""
+    model = DeepSigV41Model.load(resolve_model(str(FOLDER)), ModelOptions("cpu", torch.float32, 64, 1, 64, 4))
+    assert model.decoder_replay == "paper"
+    model.follow_strategy(strategy)
+    assert model.decoder_replay == ("paper" if strategy == "bounded" else "off")
+    with pytest.raises(ValueError, match="must be one of paper, vllm, off"):
+        model.decoder_replay = "half"  # pyrefly: ignore

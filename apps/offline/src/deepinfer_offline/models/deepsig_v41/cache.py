@@ -1,13 +1,13 @@
 """What V4.1 caches between steps: three groups, their pools, and where an entry lies. `v41-model` section 3.
 
-| group    | kind   | holds                                                                     |
-|----------|--------|---------------------------------------------------------------------------|
+| group    | kind   | holds                                                                    |
+|----------|--------|--------------------------------------------------------------------------|
 | `global` | prefix | compressed KV and index keys of every KV source: what a prefix hit needs |
-| `window` | window | window KV of every layer and draft stage                                    |
-| `pairs`  | state  | the last rows of each source with a ratio above 1, whose group may be open   |
+| `window` | window | window KV of every layer and draft stage                                 |
+| `pairs`  | state  | the last rows of each source with a ratio above 1, whose group may be open |
 
-| `global` | prefix | compressed KV and index keys of every KV source: what a prefix hit needs              |
-block size works, also one token.
+Blocks are counted in tokens. An entry of ratio r belongs to the block of its last token, at offset
+(position % block) // r, so any block size works, also one token.
 """
 
 from __future__ import annotations

@@ -138,6 +138,14 @@ class DeepSigV41Model:
             raise ValueError(f"decoder_replay is {value!r}, must be one of {', '.join(DECODER_REPLAYS)}")
         self.backbone.decoder_replay = value
 
+    def follow_strategy(self, strategy: str, decoder_replay: DecoderReplay = "paper") -> None:
+        """Fit the decoder side to the cache's window strategy (`CacheConfig.strategy`).
+
+        Decoder replay leaves the decoder layers' windows incomplete, which only `bounded` allows: `full` and `periodic` keep
+        windows for later requests, and `exact` promises the numbers of a full prefill.
+        """
+        self.decoder_replay = decoder_replay if strategy == "bounded" else "off"
+
     @property
     def counters(self) -> Counters:
         """Work done since the start."""
