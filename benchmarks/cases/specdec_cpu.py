@@ -1,7 +1,8 @@
 """Speculation against plain decoding: SmolLM2 on the CPU, quote-style prompts and free chat, batches of 1, 4, 16, 64.
 
-Every cell runs its own prompts in both engines, alternating, so neither sees an answer twice. Prints output tokens per second, the ratio
-and whether the greedy tokens are equal (they are in float32; in bfloat16 a near-tie may fall differently in another batch shape).
+Every cell runs its own prompts in both engines, alternating, so neither sees an answer twice. Prints output tokens per
+second, the ratio and whether the greedy tokens are equal (they are in float32; in bfloat16 a near-tie may fall
+differently in another batch shape).
 """
 
 from __future__ import annotations
@@ -54,16 +55,18 @@ class Cell:
 
 def quote_prompt(rng: random.Random) -> str:
     """Asks for a passage to be copied out, as summaries, edits and extractions largely do."""
-    sentences = [
-        f"In {rng.randint(1600, 1990)} {rng.choice(NAMES)} {rng.choice(DEEDS)} {rng.choice(PLACES)} with {rng.randint(2, 90)} others."
-        for _ in range(6)
-    ]
+    sentences = []
+    for _ in range(6):
+        year, others = rng.randint(1600, 1990), rng.randint(2, 90)
+        who, did, what = rng.choice(NAMES), rng.choice(DEEDS), rng.choice(PLACES)
+        sentences.append(f"In {year} {who} {did} {what} with {others} others.")
     return "Repeat the following text exactly, word for word.\n\n" + " ".join(sentences)
 
 
 def free_prompt(rng: random.Random) -> str:
     """Open chat: nothing of the answer is in the prompt."""
-    return f"My name is {rng.choice(NAMES)} and I am {rng.randint(9, 90)}. Tell me {rng.choice(THINGS)}, near {rng.choice(PLACES)}."
+    who, age, what, where = rng.choice(NAMES), rng.randint(9, 90), rng.choice(THINGS), rng.choice(PLACES)
+    return f"My name is {who} and I am {age}. Tell me {what}, near {where}."
 
 
 def run(llm: LLM, prompts: list[str], tokens: int) -> tuple[float, list[list[int]]]:

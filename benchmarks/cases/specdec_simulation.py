@@ -1,0 +1,82 @@
+"""Verification policies in the simulator: V4-Flash on 4 GPUs (digitised cost curves), loads that differ in how requests
+differ.
+
+`paper` is Algorithm 1 with its early stop, `production` the paper's asynchronous rule; `planned` and `live` are
+DeepInfer's rules for asynchronous and synchronous loops. Compare planned with production, and live with paper: each
+pair has the same information.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+
+import numpy as np
+from deepinfer_specdec.simulation.throughput import (
+    Simulated,
+    Workload,
+    fixed_length,
+    live_lookahead,
+    paper_early_stop,
+    paper_production,
+    planned,
+    tokens_per_second,
+    v4_flash_draft,
+    v4_flash_verify,
+)
+
+WIDTH = 7
+LOADS: dict[str, dict[str, object]] = {
+    "equal": {},
+    "noisy": {"within": 1.0},
+    "very noisy": {"within": 2.0},
+    "requests differ": {"between": 1.0, "within": 0.5},
+    "code and chat": {"kinds": (2.0, -2.0), "within": 0.5},
+}
+
+
+def compare(load: Workload, steps: int, seeds: int) -> dict[str, float]:
+    """Expected tokens per second by policy, mean over seeds; `fixed` is the best of all lengths, `length` which."""
+    verify, draft = v4_flash_verify(), v4_flash_draft()
+
+    def mean(make: Callable[[], Simulated]) -> float:
+        return float(np.mean([tokens_per_second(make(), load, verify, WIDTH, steps, seed) for seed in range(seeds)]))
+
+    lengths = [mean(lambda k=k: fixed_length(k, draft)) for k in range(WIDTH + 1)]
+    return {
+        "fixed": max(lengths),
+        "length": int(np.argmax(lengths)),
+        "paper": mean(lambda: paper_early_stop(verify, draft)),
+        "production": mean(lambda: paper_production(verify, draft)),
+        "planned": mean(lambda: planned(verify, draft, load.rows, WIDTH)),
+        "live": mean(lambda: live_lookahead(verify, draft)),
+    }
+
+
+def main() -> None:
+    """Print the table, or JSON lines."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
+    parser.add_argument("--steps", type=int, default=200, help="steps at 64 rows and more; fewer rows run longer")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if not args.json:
+        print("requests         rows  best fixed   paper production | planned    live", end=" | ")
+        print("planned/fixed /production   live/paper")
+    for name, options in LOADS.items():
+        for rows in args.rows:
+            steps = max(args.steps, min(2000, 20_000 // rows))
+            r = compare(Workload(rows, **options), steps, args.seeds)  # type: ignore[arg-type]
+            if args.json:
+                print(json.dumps({"load": name, "rows": rows, **r}), flush=True)
+                continue
+            print(f"{name:16} {rows:4} {r['fixed']:7.0f} k={r['length']} {r['paper']:7.0f}", end=" ")
+            print(f"{r['production']:10.0f} | {r['planned']:7.0f} {r['live']:7.0f} |", end=" ")
+            ratios = (r["planned"] / r["fixed"], r["planned"] / r["production"], r["live"] / r["paper"])
+            print("{:13.3f} {:11.3f} {:12.3f}".format(*ratios), flush=True)
+
+
+if __name__ == "__main__":
+    main()

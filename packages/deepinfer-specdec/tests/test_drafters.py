@@ -1,0 +1,146 @@
+"""N-gram and suffix drafts against searches that read the whole text."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from deepinfer_specdec import Drafter, NgramDrafter, SuffixDrafter, create_drafter
+from deepinfer_specdec.drafters.automaton import ROOT, SuffixAutomaton
+from deepinfer_specdec.errors import SpecDecodeError, UnknownNameError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def occurs(texts: list[list[int]], piece: list[int]) -> bool:
+    return any(text[i : i + len(piece)] == piece for text in texts for i in range(len(text) - len(piece) + 1))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(TEXT, min_size=1, max_size=4), st.randoms())
+def test_automaton_knows_exactly_the_substrings(texts: list[list[int]], order: random.Random) -> None:
+    """Texts grow at the same time, in random turns; then every word of up to 4 tokens is looked up."""
+    automaton, states, done = SuffixAutomaton(), [ROOT] * len(texts), [0] * len(texts)
+    while any(d < len(t) for d, t in zip(done, texts, strict=True)):
+        i = order.choice([i for i, t in enumerate(texts) if done[i] < len(t)])
+        states[i] = automaton.append(states[i], texts[i][done[i]])
+        done[i] += 1
+    for length in range(1, 5):
+        for word in np.ndindex(*(4,) * length):
+            state = ROOT
+            for token in word:
+                state = automaton.step(state, token) if state >= 0 else -1
+            assert (state >= 0) == occurs(texts, list(word))
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXT)
+def test_automaton_is_small_and_links_are_suffixes(text: list[int]) -> None:
+    automaton, state = SuffixAutomaton(), ROOT
+    for token in text:
+        state = automaton.append(state, token)
+        assert automaton.length(state) == automaton.tokens
+    assert len(automaton) <= max(2, 2 * len(text))
+    while state != ROOT:
+        assert automaton.length(automaton.link(state)) < automaton.length(state)
+        state = automaton.link(state)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXT.filter(lambda t: len(t) >= 3))
+def test_ngram_guesses_what_followed_the_last_occurrence(text: list[int]) -> None:
+    drafter = NgramDrafter(max_draft=3, orders=(3, 2))
+    cut = len(text) // 2
+    drafter.begin(0, text[: max(1, cut)])
+    drafter.extend(0, text[max(1, cut) :])
+    expected: list[int] = []
+    for n in (3, 2):
+        ends = [e for e in range(n, len(text)) if text[e - n : e] == text[-n:]] if len(text) > n else []
+        if ends:
+            long = text[ends[-1] :]
+            expected = (long * 3)[:3]  # going round the period
+            break
+    draft = drafter.propose([0])
+    assert draft.token_ids[0, : draft.counts[0]].tolist() == expected
+
+
+def test_bulk_and_single_indexing_agree() -> None:
+    rng = random.Random(0)
+    text = [rng.randrange(50) for _ in range(300)]
+    bulk, single = NgramDrafter(), NgramDrafter()
+    bulk.begin(0, text)
+    single.begin(0, text[:1])
+    for token in text[1:]:
+        single.extend(0, [token])
+    assert bulk._histories[0].index == single._histories[0].index
+
+
+def test_suffix_learns_from_other_sequences_and_prefers_the_frequent() -> None:
+    drafter = SuffixDrafter(max_draft=4)
+    for name, tail in enumerate([7, 7, 8]):
+        drafter.begin(name, [100 + name, 1, 2, 3, tail, 50, 51])
+        drafter.end(name)
+    drafter.begin(9, [200, 1, 2, 3])
+    draft = drafter.propose([9])
+    assert draft.token_ids[0].tolist() == [7, 50, 51, -1]
+    assert draft.confidences[0, 0] < draft.confidences[0, 1]  # 7 was contested, 50 after it never
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_protocol_limits_and_unknown_sequences(name: str) -> None:
+    drafter = create_drafter(name, max_draft=5)
+    assert isinstance(drafter, Drafter)
+    drafter.begin(0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
+    drafter.begin(1, np.array([5], np.int32))
+    draft = drafter.propose([1, 0], np.array([5, 2], np.int32))
+    assert draft.counts.tolist() == [0, 2]
+    assert draft.token_ids[1, :2].tolist() == [4, 5]
+    drafter.end(0)
+    drafter.end(77)
+    with pytest.raises(UnknownNameError, match="ngram, suffix"):
+        create_drafter("medusa")
+    with pytest.raises(SpecDecodeError, match="allowed: >= 1"):
+        create_drafter(name, max_draft=0)
+
+
+def test_suffix_memory_is_bounded_and_survives_the_turnover() -> None:
+    drafter = SuffixDrafter(max_draft=4, capacity=400)
+    rng = random.Random(1)
+    most = 0
+    for name in range(40):
+        drafter.begin(name, [rng.randrange(1000) for _ in range(60)])
+        most = max(most, drafter.states)
+        if name % 2:
+            drafter.end(name)
+    assert most <= 2 * 400 * 2 + 2  # two states a token, two generations
+    drafter.extend(38, [1, 2, 3, 4, 5, 6, 1, 2, 3])
+    assert drafter.propose([38]).token_ids[0, :3].tolist() == [4, 5, 6]
+
+
+def test_confidence_becomes_the_hit_rate_verified_or_not() -> None:
+    """A source whose continuation is right 3 times in 4: after 600 guesses the first column says so (binomial error 2 %)."""
+    rng = random.Random(2)
+    drafter = NgramDrafter(max_draft=1, orders=(2,))
+    drafter.begin(0, [1, 2, 3, 1, 2])
+    last = 0.0
+    for step in range(600):
+        draft = drafter.propose([0])
+        last = float(draft.confidences[0, 0])
+        guess = int(draft.token_ids[0, 0])
+        drafter.extend(0, [guess if rng.random() < 0.75 else 1000 + step])
+        drafter.extend(0, [1, 2])
+    assert 0.6 < last < 0.9
+
+
+def test_deep_columns_are_learned_one_token_at_a_time() -> None:
+    drafter = NgramDrafter(max_draft=4)
+    text = list(range(20)) * 2
+    drafter.begin(0, text[:23])
+    before = drafter.propose([0]).confidences[0].tolist()
+    for token in text[23:27]:
+        drafter.extend(0, [token])
+    after = drafter.propose([0]).confidences[0].tolist()
+    assert all(b > a for a, b in zip(before, after, strict=True))
