@@ -81,13 +81,14 @@ def test_logprobs_describe_the_text(quickstart):
 
 def test_a_schema_is_kept(quickstart):
     answer = body(quickstart[0]["json"])["choices"][0]
-    if answer["finish_reason"] == "stop":
-        assert set(json.loads(answer["message"]["content"])) == {"city", "country"}
+    assert answer["finish_reason"] == "stop"
+    assert set(json.loads(answer["message"]["content"])) == {"city", "country"}
+    assert body(quickstart[0]["choice"])["choices"][0]["message"]["content"] == "positive"
 
 
 def test_progress_and_summary_are_shown(quickstart):
     _, _, shown = quickstart
-    for words in ("reading", "loading model", "running", "8 of 8 lines", "tokens/s", "prefix cache"):
+    for words in ("reading", "loading model", "running", "9 of 9 lines", "tokens/s", "prefix cache"):
         assert words in shown
 
 
