@@ -7,7 +7,6 @@ import functools
 import threading
 from dataclasses import replace
 
-from deepinfer_structured.bitmask import allocate_mask
 from deepinfer_structured.config import Options
 from deepinfer_structured.engines import llguidance, xgrammar
 from deepinfer_structured.errors import EngineMissing, LimitExceeded, StructuredError
@@ -111,8 +110,7 @@ def _native_schema(spec: Spec, options: Options, reason: StructuredError) -> Low
 
 
 def _build_on_trial(found: Lowered) -> None:
-    matcher = llguidance.LlguidanceGrammar(found.text, _trial_vocabulary()).matcher()
-    matcher.fill(allocate_mask(1, _trial_vocabulary().size)[0])
+    llguidance.LlguidanceGrammar(found.text, _trial_vocabulary())
 
 
 @functools.cache

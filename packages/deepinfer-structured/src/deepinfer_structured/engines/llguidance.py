@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from deepinfer_structured.bitmask import Mask
-from deepinfer_structured.errors import EngineMissing, InvalidSpec, LimitExceeded, MatcherError
+from deepinfer_structured.bitmask import Mask, allocate_mask
+from deepinfer_structured.errors import EngineMissing, InvalidSpec, LimitExceeded, MatcherError, UnsatisfiableSchema
 from deepinfer_structured.vocab import Vocabulary
 
 try:
@@ -82,7 +82,7 @@ def _limits() -> Any:
     """Wider than the library's defaults: a grammar that compiles should not give up in the middle of a text."""
     return require().LLParserLimits(
         max_items_in_row=20_000,
-        initial_lexer_fuel=20_000_000,
+        initial_lexer_fuel=10_000_000,
         step_lexer_fuel=4_000_000,
         step_max_items=1_000_000,
         max_grammar_size=2_000_000,
@@ -139,6 +139,19 @@ class LlguidanceGrammar:
             message = _first_line(self._prototype.get_error())
             limited = any(word in message.lower() for word in _LIMIT_WORDS)
             raise (LimitExceeded if limited else InvalidSpec)(message)
+        self._check_first_mask(vocabulary)
+
+    def _check_first_mask(self, vocabulary: Vocabulary) -> None:
+        """Compute the mask of the first token: an empty language shows here, and the lexer's first states are made."""
+        row = allocate_mask(1, vocabulary.size)[0]
+        first = self._prototype.deep_copy()
+        first.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if first.is_error():
+            raise LimitExceeded(_first_line(first.get_error()))
+        if first.stop_reason() in ("NoExtension", "NoExtensionBias") and not first.is_accepting():
+            raise UnsatisfiableSchema("no text fits the constraint")
+        if not row.any():
+            raise UnsatisfiableSchema("no text fits the constraint")
 
     def matcher(self) -> LlguidanceMatcher:
         return LlguidanceMatcher(self._prototype.deep_copy())

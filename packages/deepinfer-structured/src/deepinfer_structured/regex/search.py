@@ -33,6 +33,7 @@ from deepinfer_structured.regex.parse import UnsupportedPattern, parse
 _WORD = Chars(charset.WORD)
 _NON_WORD = Chars(charset.invert(charset.WORD))
 _MAX_UNROLL = 4
+_MAX_CONDITIONS = 6
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,13 +44,35 @@ def language(pattern: str) -> Node:
         InvalidSpec: the pattern is malformed.
         UnsupportedPattern: it is not regular, or a condition stands where it cannot be resolved.
     """
-    return _found(parse(pattern))
+    return _found(_checked(parse(pattern)))
 
 
 @functools.lru_cache(maxsize=4096)
 def whole(pattern: str) -> Node:
     """The language of the texts that a pattern matches from start to end."""
-    return _walk(EMPTY, [Assert("^"), parse(pattern), Assert("$")], EMPTY, anchored=True)
+    return _walk(EMPTY, [Assert("^"), _checked(parse(pattern)), Assert("$")], EMPTY, anchored=True)
+
+
+def _checked(pattern: Node) -> Node:
+    """Refuse patterns in which conditions multiply: each doubles the text's language or more."""
+    count = _conditions(pattern)
+    if count > _MAX_CONDITIONS:
+        raise UnsupportedPattern(f"{count} word boundaries and look-arounds in one pattern are not supported")
+    return pattern
+
+
+def _conditions(node: Node) -> int:
+    match node:
+        case Assert(kind, body):
+            own = 0 if kind in ("^", "$") else 1
+            return own + (_conditions(body) if body is not None else 0)
+        case Cat(parts):
+            return sum(map(_conditions, parts))
+        case Alt(options):
+            return max(map(_conditions, options), default=0)
+        case Repeat(body, _, _):
+            return _conditions(body)
+    return 0
 
 
 def _found(pattern: Node) -> Node:
