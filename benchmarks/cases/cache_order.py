@@ -33,7 +33,15 @@ def write_job(path: Path, groups: int, members: int, shared: int, own: int, outp
 def run_job(job: Path, order: str, kv_bytes: int, dtype: str, model: list[str]) -> dict[str, Any]:
     """Run the job in a process of its own; its report."""
     report = job.with_name(f"report-{order}.json")
-    words = [sys.executable, "-m", "deepinfer_offline.cli.main", "run", str(job), "-o", str(job.with_name(f"out-{order}.jsonl"))]
+    words = [
+        sys.executable,
+        "-m",
+        "deepinfer_offline.cli.main",
+        "run",
+        str(job),
+        "-o",
+        str(job.with_name(f"out-{order}.jsonl")),
+    ]
     words += ["--engine", "native", "--device", "cpu", "--dtype", dtype, "--order", order, "--kv-memory", str(kv_bytes)]
     words += ["--report", str(report), "--quiet", "--fresh", *model]
     subprocess.run(words, check=True)
@@ -72,9 +80,12 @@ def run(argv: list[str]) -> int:
     if args.json:
         print(json.dumps({**rows, "ratio": ratio, "kv_bytes": kv_bytes}))
     else:
-        print(f"{args.groups * args.members} requests in {args.groups} groups, {args.shared} + {args.own} tokens, KV for {tokens:,}")
+        count = args.groups * args.members
+        print(f"{count} requests in {args.groups} groups, {args.shared} + {args.own} tokens, KV for {tokens:,}")
         for order, row in rows.items():
-            print(f"  --order {order:7} hits {row['hit_rate']:.1%} of {row['bound']:.1%} possible   {row['seconds']:.1f} s")
+            print(
+                f"  --order {order:7} hits {row['hit_rate']:.1%} of {row['bound']:.1%} possible   {row['seconds']:.1f} s"
+            )
         print(f"  planned is x{ratio:.2f} as fast (bar x{BAR_RATIO}), {100 * gap:.2f} points below the bound (bar 1)")
     return int(gap > BAR_POINTS or ratio < BAR_RATIO)
 

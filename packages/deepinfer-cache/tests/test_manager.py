@@ -18,7 +18,6 @@ from deepinfer_cache import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-
 KV = (CacheGroup("kv", "prefix", 4),)
 
 
