@@ -99,6 +99,24 @@ def test_bad_schemas_are_told_apart(byte_vocabulary, text, error, message):
         compile_spec(Spec.json_schema(text), byte_vocabulary)
 
 
+def test_keywords_of_another_draft_are_noted(byte_vocabulary):
+    schema = {"dependencies": {"a": ["b"]}}
+    old = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+    assert any("'dependencies'" in note for note in compile_spec(Spec.json_schema(schema), byte_vocabulary).notes)
+    grammar = compile_spec(Spec.json_schema(old), byte_vocabulary)
+    assert not grammar.notes
+    assert grammar.matcher().accept(list(b'{"a":1}')) == 6
+
+
+def test_drafts_read_references_their_own_way(accepts):
+    schema = {"$ref": "#/definitions/a", "maximum": 3, "definitions": {"a": {"type": "integer"}}}
+    assert not accepts(schema, "5")
+    assert accepts({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, "5")
+    four = {"$schema": "http://json-schema.org/draft-04/schema#", "maximum": 3, "exclusiveMaximum": True}
+    assert not accepts(four, "3")
+    assert accepts(four, "2")
+
+
 def test_whitespace_is_bounded(accepts):
     assert accepts({"type": "object"}, '{ \n "a" : 1 }', max_whitespace=3)
     assert not accepts({"type": "object"}, '{    "a":1}', max_whitespace=3)

@@ -26,6 +26,17 @@ _BY_TYPE: dict[str, Callable[[Solver, Node], Iterator[Factor]]] = {
     "object": keywords_object.factors,
 }
 _MAX_OVERLAPPING_ANY = 3
+_EVERY = (3, 4, 6, 7, 2019, 2020)
+_DRAFTS: dict[str, tuple[int, ...]] = {  # keywords that not every draft has
+    **dict.fromkeys(("const", "contains", "propertyNames"), (6, 7, 2019, 2020)),
+    **dict.fromkeys(("if", "then", "else"), (7, 2019, 2020)),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "minContains", "maxContains"), (2019, 2020)),
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), (2019, 2020)),
+    "dependencies": (3, 4, 6, 7),
+    "prefixItems": (2020,),
+    "$dynamicRef": (2020,),
+    "$recursiveRef": (2019,),
+}
 
 
 def cases_of(solver: Solver, node: Node, type_: str, holds: bool) -> list[c.Case]:
@@ -69,6 +80,9 @@ def _factors(solver: Solver, node: Node, type_: str) -> Iterator[Factor]:
             yield _VALUE_FACTORS[keyword](solver, node, type_)
     written = False
     for keyword in schema:
+        if draft not in _DRAFTS.get(keyword, _EVERY):
+            where = node.pointer or "/"
+            solver.notes[f"{keyword!r} at {where} is no keyword of the schema's draft and is an annotation"] = None
         if keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             if keyword == "$ref" or (keyword == "$dynamicRef") == (draft >= 2020):
                 yield _reference(solver, node, keyword, type_)
