@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
         order: {
             "hit_rate": report["prefix_cache"]["hit_rate"],
             "bound": report["prefix_cache"]["bound"],
-            "seconds": report["seconds"]["total"] if isinstance(report["seconds"], dict) else report["seconds"],
+            "seconds": report["seconds"]["total"],
         }
         for order, report in reports.items()
     }
