@@ -169,7 +169,7 @@ class Recorder:
             "triton": triton.__version__,
             "cuda": torch.version.cuda,
             "ceilings": asdict(self.ceilings),
-            "note": "us_cold: L2 flushed before each call; us_warm: calls back to back in a CUDA graph; share = ceiling_us / us_cold",
+            "note": "us_cold: L2 flushed before each call; us_warm: back to back in a CUDA graph; share: ceiling_us / us_cold",
         }
         path = Path(os.environ.get("OUT", ".")) / f"{self.name}.jsonl"
         path.write_text("\n".join(json.dumps(line) for line in (header, *map(asdict, self.results))) + "\n")

@@ -14,7 +14,7 @@ from .layouts import FP8, LAYOUT_VERSION, MXFP4, NVFP4, RecordFormat
 
 if TYPE_CHECKING:
     from .attention import sparse_mla_decode, sparse_mla_prefill
-    from .experts import PackedExperts, dequantize, moe_experts, mx_linear, prepare_experts
+    from .experts import MxLinear, PackedExperts, dequantize, moe_experts, mx_linear, prepare_experts
     from .llama import MarkovStep, apply_bitmask, markov_step, paged_gqa, sample
     from .mhc import HyperMix, MhcStep, mhc_collapse, mhc_post, mhc_pre, mhc_step
     from .rows import compress, engram_gather, kv_gather, kv_insert, norm_rope_insert, rms_norm, rope
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "sparse_mla_decode": "attention",
     "sparse_mla_prefill": "attention",
+    "MxLinear": "experts",
     "PackedExperts": "experts",
     "dequantize": "experts",
     "moe_experts": "experts",
@@ -67,6 +68,7 @@ __all__ = [
     "KernelError",
     "MarkovStep",
     "MhcStep",
+    "MxLinear",
     "MxWeights",
     "PackedExperts",
     "RecordFormat",

@@ -87,14 +87,14 @@ def _mx90(fp4: bool, grouped: bool, swiglu: bool, bn: int, bt: int, split_k: int
     name = f"sm90_mx_gemm_{'fp4' if fp4 else 'fp8'}_{'grouped' if grouped else 'dense'}{'_swiglu' if swiglu else ''}_{bn}x{bt}"
     types = _MX90.format(out="*fp32" if split_k > 1 else "*bf16")
     return KernelSpec(name, "sm90.mx_gemm:sm90_mx_gemm_kernel", types, constants, (90,), {"num_warps": 4}, ("N", "K"),
-                      min_mma=8, **more)  # fmt: skip
+                      min_mma=8, max_stack=64, **more)  # fmt: skip
 
 
 def _insert(name: str, code: int, group: int, floor: float) -> KernelSpec:
     constants = {"NORM": True, "ROPE": True, "FORMAT": code, "PAGE": 1, "GROUP": group, "FLOOR": floor,
                  "GROUPS": 512 // group}  # fmt: skip
     return KernelSpec(f"norm_rope_insert_{name}", "kernels.rows:insert_kernel", _INSERT, constants, options={"num_warps": 1},
-                      divisible=("width",), quick=name == "fp8")  # fmt: skip
+                      divisible=("width",), max_stack=16, quick=name == "fp8")  # fmt: skip
 
 
 SPECS: tuple[KernelSpec, ...] = (
@@ -129,7 +129,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "streams=*bf16 output=*bf16 post=*fp32 comb=*fp32 pre=*fp32 norm_weight=*bf16 new_streams=*bf16 out=*bf16 "
         "squares=*fp32 d=i32 norm_eps=fp32",
         {"HAS_POST": True, "HAS_COLLAPSE": True, "HAS_NORM": True, "HAS_SQUARE": True, "S": 4, "D": 4096, "REST": 1024},
-        options={"num_warps": 8}, divisible=("d",), quick=True),
+        options={"num_warps": 4}, divisible=("d",), max_stack=256, quick=True),
     KernelSpec("mhc_project", "kernels.mhc:mhc_project_kernel",
         "streams=*bf16 fn=*bf16 mix_part=*fp32 tokens=i32 width=i32 rows=i32",
         {"ROWS": 64, "BT": 64, "BK": 64, "SPAN": 640}, options={"num_warps": 4, "num_stages": 4},
@@ -160,7 +160,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "heads=i32 width=i32 pairs=i32",
         {"INVERSE": True, "COPY": False, "BH": 16, "D": 512, "P": 32}),
     KernelSpec("engram_gather", "kernels.rows:engram_gather_kernel",
-        "table=*u8 scales=*u8 rows=*i64 count=i32 out=*bf16 width=i32", {"HAS_SCALE": True, "D": 256, "BR": 8}),
+        "table=*u8 scales=*u8 rows=*i64 count=i32 out=*bf16 width=i32", {"HAS_SCALE": True, "D": 256, "BR": 8}, max_stack=16),
     KernelSpec("markov", "kernels.llama:markov_kernel",
         "base=*fp32 base_stride=i32 previous=*i64 embed=*bf16 head=*bf16 out=*fp32 batch=i32 vocab=i32",
         {"RANK": 256, "R": 256, "BB": 64, "BV": 64}, min_mma=1),

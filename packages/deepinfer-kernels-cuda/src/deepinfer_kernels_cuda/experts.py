@@ -9,6 +9,7 @@ import torch
 
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
+from .providers import MeasuredChoice
 from .weights import MxWeights, mx_weights, pack_sm90
 
 
@@ -259,6 +260,36 @@ def _linear_portable(x, weights, out, swiglu_limit) -> None:
         clamped_swiglu_kernel[(tokens, -(-width // block))](
             both, out, both, both, width, float(swiglu_limit), WEIGHTED=False, BLOCK=block
         )
+
+
+class MxLinear:
+    """One microscaled layer with a choice, measured once a token bucket: the packed kernel, or a dense bfloat16 GEMM.
+
+    On an H200 the packed kernel wins up to some 16 tokens (half the bytes), the dense one from 64 on (no unpacking). The dense
+    twin costs 2 bytes a weight on top of 1; leave it out where memory is short.
+
+    Args:
+        weights: Natural weights.
+        dense: Keep a dense twin.
+    """
+
+    def __init__(self, weights: MxWeights, *, dense: bool = True) -> None:
+        arch = device_arch(weights.codes.device)
+        fits = arch == 90 and weights.columns % 16 == 0
+        self.packed = pack_sm90(weights) if fits else weights
+        self.dense = dequantize(weights) if dense else None
+        self.choice = MeasuredChoice()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [t, K] bfloat16 to [t, N]."""
+        if self.dense is None:
+            return mx_linear(x, self.packed)
+        bucket = 1 << max(x.shape[0] - 1, 0).bit_length()
+        candidates = {
+            "packed": lambda: mx_linear(x, self.packed),
+            "dense": lambda: torch.nn.functional.linear(x, self.dense),
+        }
+        return candidates[self.choice.choose(bucket, candidates, x.device)]()
 
 
 def dequantize(weights: MxWeights, expert: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -67,7 +67,7 @@ def _rows_pass(streams, *, output=None, post=None, comb=None, pre=None, weight=N
         mhc_row_kernel[(t,)](
             streams, output, post, comb, pre, weight, new, out, squares, d, eps,
             HAS_POST=output is not None, HAS_COLLAPSE=pre is not None, HAS_NORM=weight is not None, HAS_SQUARE=square,
-            S=s, D=main, REST=rest, num_warps=8 if main >= 4096 else 4,
+            S=s, D=main, REST=rest, num_warps=4,
         )  # fmt: skip
     return new, out, squares
 

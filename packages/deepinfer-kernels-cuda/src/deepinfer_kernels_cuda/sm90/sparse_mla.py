@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -219,126 +218,66 @@ def _produce(
 
 
 @gluon.jit
-def _key_slots(window_idx, w_idx_stride, W_KEYS, extra_idx, x_idx_stride, X_KEYS, query, tile, w_tiles, columns,
-               BN: gl.constexpr):  # fmt: skip
-    """Slots of a tile's keys, int [BN], not looked at yet: a comparison here would wait for the load."""
+def _valid_keys(window_idx, w_idx_stride, W_KEYS, w_slots, extra_idx, x_idx_stride, X_KEYS, x_slots, query, tile, w_tiles,
+                columns, BN: gl.constexpr):  # fmt: skip
+    """Which keys of a tile exist: bool [BN]."""
     in_window = tile < w_tiles
     key = gl.where(in_window, tile, tile - w_tiles) * BN + columns
+    slots = gl.where(in_window, w_slots, x_slots)
     ptr = gl.where(
         in_window, window_idx + query.to(gl.int64) * w_idx_stride, extra_idx + query.to(gl.int64) * x_idx_stride
     )
-    return gl.load(ptr + key, mask=key < gl.where(in_window, W_KEYS, X_KEYS), other=-1)
-
-
-@gluon.jit
-def _load_queries(q_smem, q, q_stride_n, q_stride_h, query, head_block, heads):
-    """Read 64 heads and store them channel-permuted."""
-    wide: gl.constexpr = gl.BlockedLayout([1, 32], [2, 16], [8, 1], [1, 0])
-    q_row = head_block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
-    q_col = gl.arange(0, 512, layout=gl.SliceLayout(0, wide))
-    q_ptr = q + query.to(gl.int64) * q_stride_n + gl.expand_dims(q_row, 1) * q_stride_h + gl.expand_dims(q_col, 0)
-    q_tile = gl.load(q_ptr, mask=gl.expand_dims(q_row < heads, 1), other=0.0)
-    even, odd = gl.split(gl.reshape(q_tile, [64, 128, 2, 2]))
-    c0, c2 = gl.split(even)
-    c1, c3 = gl.split(odd)
-    joined = gl.permute(gl.join(gl.join(c0, c2), gl.join(c1, c3)), (0, 2, 3, 1))
-    q_smem.store(gl.reshape(joined, [64, 512]))
-    fence_async_shared()
-    _barrier()
-
-
-@gluon.jit
-def _merge(acc, m, total, partial, partial_ml, unit, split, row, offsets, SPLITS: gl.constexpr, pv_row: gl.constexpr):
-    """Merge the splits of one unit in their order, whoever is last: the result does not depend on timing.
-
-    Returns (acc, m, total) of all splits.
-    """
-    first = unit.to(gl.int64) * SPLITS
-    m_all = m
-    for other in gl.static_range(SPLITS):
-        m_all = gl.maximum(m_all, gl.load(partial_ml + (first + other) * 128 + row, cache_modifier=".cg"))
-    m_safe = gl.where(m_all == float("-inf"), 0.0, m_all)
-    if SPLITS == 2:
-        # One's own part is still in registers; both programs evaluate part0 * w0 + part1 * w1.
-        other = 1 - split
-        m_other = gl.load(partial_ml + (first + other) * 128 + row, cache_modifier=".cg")
-        total_other = gl.load(partial_ml + (first + other) * 128 + 64 + row, cache_modifier=".cg")
-        w_own = gl.exp2(m - m_safe)
-        w_other = gl.exp2(m_other - m_safe)
-        w0 = gl.where(split == 0, w_own, w_other)
-        w1 = gl.where(split == 0, w_other, w_own)
-        total_all = gl.where(split == 0, total, total_other) * w0 + gl.where(split == 0, total_other, total) * w1
-        part = gl.load(partial + (first + other) * 32768 + offsets, cache_modifier=".cg")
-        v0 = gl.expand_dims(gl.convert_layout(w0, pv_row), 1)
-        v1 = gl.expand_dims(gl.convert_layout(w1, pv_row), 1)
-        merged = gl.where(split == 0, acc, part) * v0 + gl.where(split == 0, part, acc) * v1
-    else:
-        total_all = total * 0.0
-        merged = acc * 0.0
-        for other in gl.static_range(SPLITS):
-            weight = gl.exp2(gl.load(partial_ml + (first + other) * 128 + row, cache_modifier=".cg") - m_safe)
-            total_all += weight * gl.load(partial_ml + (first + other) * 128 + 64 + row, cache_modifier=".cg")
-            part = gl.load(partial + (first + other) * 32768 + offsets, cache_modifier=".cg")
-            merged += part * gl.expand_dims(gl.convert_layout(weight, pv_row), 1)
-    return merged, m_all, total_all
+    slot = gl.load(ptr + key, mask=key < gl.where(in_window, W_KEYS, X_KEYS), other=-1)
+    return (slot >= 0) & (slot < slots)
 
 
 @gluon.jit
 def _consume(
-    q_smem, kv_smem, p_smem, full, empty, q, q_stride_n, q_stride_h,
+    q_smem, kv_smem, p_smem, full, empty,
     window_idx, w_idx_stride, W_KEYS, w_slots, extra_idx, x_idx_stride, X_KEYS, x_slots,
     sink, out, out_stride_n, out_stride_h, lse, partial, partial_ml, counters,
     query, head_block, split, heads, tile_begin, tile_end, w_tiles, scale_log2,
     HAS_SINK: gl.constexpr, SPLITS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Two warp groups: logits, online softmax, weighted sum, and the merge of splits by the last one to finish.
-
-    The logits of the next tile are queued behind the weighted sum of this one, so the matrix units only rest during
-    the softmax.
-    """
+    """Two warp groups: logits, online softmax, weighted sum, and the merge of splits by the last one to finish."""
     qk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
     pv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16])
     qk_row: gl.constexpr = gl.SliceLayout(1, qk_layout)
     pv_row: gl.constexpr = gl.SliceLayout(1, pv_layout)
     columns = gl.arange(0, BN, layout=gl.SliceLayout(0, qk_layout))
     scale_log2 = scale_log2 * 1152921504606846976.0  # keys carry 2^-60
-    slots = _key_slots(window_idx, w_idx_stride, W_KEYS, extra_idx, x_idx_stride, X_KEYS, query, tile_begin, w_tiles,
-                       columns, BN)  # fmt: skip
-    _load_queries(q_smem, q, q_stride_n, q_stride_h, query, head_block, heads)
-    acc = warpgroup_mma_init(gl.zeros([64, 512], gl.float32, layout=pv_layout))
+    acc = gl.zeros([64, 512], gl.float32, layout=pv_layout)
     m = gl.full([64], float("-inf"), gl.float32, layout=qk_row)
-    # Row sums stay spread over the lanes until the end: one reduction less a tile.
-    sums = gl.zeros([64, BN], gl.float32, layout=qk_layout)
-    zeros = gl.zeros([64, BN], gl.float32, layout=qk_layout)
+    total = gl.zeros([64], gl.float32, layout=qk_row)
+    valid = _valid_keys(window_idx, w_idx_stride, W_KEYS, w_slots, extra_idx, x_idx_stride, X_KEYS, x_slots, query,
+                        tile_begin, w_tiles, columns, BN)  # fmt: skip
     for tile in range(tile_begin, tile_end):
         step = tile - tile_begin
         stage = step % STAGES
         next_tile = gl.minimum(tile + 1, tile_end - 1)
-        next_slots = _key_slots(window_idx, w_idx_stride, W_KEYS, extra_idx, x_idx_stride, X_KEYS, query, next_tile,
-                                w_tiles, columns, BN)  # fmt: skip
+        next_valid = _valid_keys(window_idx, w_idx_stride, W_KEYS, w_slots, extra_idx, x_idx_stride, X_KEYS, x_slots,
+                                 query, next_tile, w_tiles, columns, BN)  # fmt: skip
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         keys = kv_smem.index(stage)
-        logits = warpgroup_mma(q_smem, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # the previous tile's weighted sum is done
-        _barrier()
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        logits = gl.zeros([64, BN], gl.float32, layout=qk_layout)
+        logits = warpgroup_mma(q_smem, keys.permute((1, 0)), logits, use_acc=False, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        valid = (slots >= 0) & (slots < gl.where(tile < w_tiles, w_slots, x_slots))
         logits = gl.where(gl.expand_dims(valid, 0), logits * scale_log2, float("-inf"))
         m_new = gl.maximum(m, gl.max(logits, axis=1))
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
         p = gl.exp2(logits - gl.expand_dims(m_safe, 1))
         alpha = gl.exp2(m - m_safe)
-        sums = sums * gl.expand_dims(alpha, 1) + p
+        total = total * alpha + gl.sum(p, axis=1)
         m = m_new
         p_smem.store(p.to(gl.bfloat16))
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, pv_row), 1)
         fence_async_shared()
         _barrier()
         acc = warpgroup_mma(p_smem, keys, acc, is_async=True)
-        slots = next_slots
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    total = gl.sum(sums, axis=1)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        _barrier()
+        mbarrier.arrive(empty.index(stage), count=1)
+        valid = next_valid
 
     # The accumulator holds sum(p * value) * 2^-60.
     row = gl.arange(0, 64, layout=qk_row)
@@ -357,7 +296,20 @@ def _consume(
         last = arrived == SPLITS - 1
         if last:
             gl.store(counters + unit, 0)
-            acc, m, total = _merge(acc, m, total, partial, partial_ml, unit, split, row, offsets, SPLITS, pv_row)
+            m = gl.full([64], float("-inf"), gl.float32, layout=qk_row)
+            for other in range(SPLITS):
+                m = gl.maximum(m, gl.load(partial_ml + (unit * SPLITS + other).to(gl.int64) * 128 + row, volatile=True))
+            m_safe = gl.where(m == float("-inf"), 0.0, m)
+            total = gl.zeros([64], gl.float32, layout=qk_row)
+            acc = gl.zeros([64, 512], gl.float32, layout=pv_layout)
+            # In the order of the splits, whoever is last: the result does not depend on timing.
+            for other in range(SPLITS):
+                slot = (unit * SPLITS + other).to(gl.int64)
+                m_part = gl.load(partial_ml + slot * 128 + row, volatile=True)
+                weight = gl.exp2(m_part - m_safe)
+                total = total + weight * gl.load(partial_ml + slot * 128 + 64 + row, volatile=True)
+                part = gl.load(partial + slot * 32768 + offsets)
+                acc = acc + part * gl.expand_dims(gl.convert_layout(weight, pv_row), 1)
     else:
         last = True
     if last:
@@ -418,13 +370,25 @@ def sm90_sparse_mla_kernel(
     tile_begin = tiles * split // SPLITS
     tile_end = tiles * (split + 1) // SPLITS
 
+    wide: gl.constexpr = gl.BlockedLayout([1, 32], [2, 16], [8, 1], [1, 0])
+    q_row = head_block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
+    q_col = gl.arange(0, 512, layout=gl.SliceLayout(0, wide))
+    q_ptr = q + query.to(gl.int64) * q_stride_n + gl.expand_dims(q_row, 1) * q_stride_h + gl.expand_dims(q_col, 0)
+    q_tile = gl.load(q_ptr, mask=gl.expand_dims(q_row < heads, 1), other=0.0)
+    even, odd = gl.split(gl.reshape(q_tile, [64, 128, 2, 2]))
+    c0, c2 = gl.split(even)
+    c1, c3 = gl.split(odd)
+    q_smem.slice(0, 128, dim=1).store(c0)
+    q_smem.slice(128, 128, dim=1).store(c1)
+    q_smem.slice(256, 128, dim=1).store(c2)
+    q_smem.slice(384, 128, dim=1).store(c3)
     fence_async_shared()
     _barrier()
 
     gl.warp_specialize(
         [
             (_consume, (
-                q_smem, kv_smem, p_smem, full, empty, q, q_stride_n, q_stride_h,
+                q_smem, kv_smem, p_smem, full, empty,
                 window_idx, w_idx_stride, W_KEYS, w_slots, extra_idx, x_idx_stride, X_KEYS, x_slots,
                 sink, out, out_stride_n, out_stride_h, lse, partial, partial_ml, counters,
                 query, head_block, split, heads, tile_begin, tile_end, w_tiles, scale_log2,
