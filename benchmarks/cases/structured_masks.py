@@ -9,7 +9,8 @@ import sys
 import time
 
 import numpy as np
-from deepinfer_structured import Spec, Vocabulary, allocate_mask, allowed_tokens, compile_spec, fill_masks
+from deepinfer_structured import Matcher, Spec, Vocabulary, allocate_mask, allowed_tokens, compile_spec, fill_masks
+from deepinfer_structured.bitmask import Mask
 from deepinfer_structured.engines import llguidance
 
 _ROW_US, _BATCH_MS = 50.0, 2.0
@@ -69,29 +70,44 @@ def vocabulary(size: int = 128_000) -> Vocabulary:
 
 
 def _walks(vocab: Vocabulary, rows: int, steps: int) -> tuple[list[float], list[float], list[float]]:
-    """Masks of `rows` sequences over `steps` random tokens each: ms a batch here, ms a batch in plain llguidance, µs a row."""
-    rng, pool = np.random.default_rng(0), llguidance.executor(2)
-    matchers = [compile_spec(Spec.json_schema(_SCHEMAS[i % len(_SCHEMAS)]), vocab).matcher() for i in range(rows)]
-    out, single = allocate_mask(rows, vocab.size), allocate_mask(1, vocab.size)[0]
-    ours, plain, row_times = [], [], []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        fill_masks(matchers, range(rows), out, threads=2)
-        ours.append(1e3 * (time.perf_counter() - begin))
-        native = [(m.native.native, i) for i, m in enumerate(matchers) if not m.is_terminated]
-        begin = time.perf_counter()
-        pool.unsafe_compute_mask_ptr(native, out.ctypes.data, out.shape[1] * 4, rows)
-        plain.append(1e3 * (time.perf_counter() - begin))
-        for i, matcher in enumerate(matchers):
+    """Masks of `rows` sequences over `steps` random tokens each: ms a batch here, ms a batch in plain llguidance, µs a row.
+
+    The plain library has grammars of its own (from its own schema compiler) and follows the same tokens; who goes first
+    alternates.
+    """
+    rng = np.random.default_rng(0)
+    schemas = [_SCHEMAS[i % len(_SCHEMAS)] for i in range(rows)]
+    ours = [compile_spec(Spec.json_schema(s), vocab).matcher() for s in schemas]
+    single = [compile_spec(Spec.json_schema({**s, "title": "one by one"}), vocab).matcher() for s in schemas]
+    plain = [_plain(s, vocab) for s in schemas]
+    out, other = allocate_mask(rows, vocab.size), allocate_mask(rows, vocab.size)
+    times: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for step in range(steps):
+        batches = [(ours, out, times[0]), (plain, other, times[1])]
+        for matchers, buffer, found in batches if step % 2 else reversed(batches):
             begin = time.perf_counter()
-            matcher.fill_mask(single)
-            row_times.append(1e6 * (time.perf_counter() - begin))
-            allowed = allowed_tokens(single, vocab.size)
-            token = int(rng.choice(allowed))
-            if token in vocab.eos_ids or matcher.accept([token]) != 1 or len(matcher) > 60:
-                matcher.rollback(len(matcher))
-            del i
-    return ours, plain, row_times
+            _fill(matchers, buffer)
+            found.append(1e3 * (time.perf_counter() - begin))
+        for i, matcher in enumerate(single):
+            begin = time.perf_counter()
+            matcher.fill_mask(other[i])
+            times[2].append(1e6 * (time.perf_counter() - begin))
+        for i in range(rows):
+            token = int(rng.choice(allowed_tokens(out[i], vocab.size)))
+            same = [m for m in (ours[i], single[i], plain[i]) if token not in vocab.eos_ids and m.accept([token]) == 1]
+            if len(same) < 3 or len(ours[i]) > 60:
+                for m in (ours[i], single[i], plain[i]):
+                    m.rollback(len(m))
+    return times
+
+
+def _fill(matchers: list[Matcher], buffer: Mask) -> None:
+    fill_masks(matchers, range(len(matchers)), buffer, threads=2)
+
+
+def _plain(schema: dict[str, object], vocab: Vocabulary) -> Matcher:
+    text = llguidance.require().LLMatcher.grammar_from_json_schema(schema, overrides={"coerce_one_of": True})
+    return Matcher(llguidance.LlguidanceGrammar(text, vocab).matcher(), vocab)
 
 
 def run(argv: list[str]) -> int:

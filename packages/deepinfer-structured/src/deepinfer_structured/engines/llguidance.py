@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepinfer_structured.bitmask import Mask, allocate_mask
@@ -31,7 +31,8 @@ class _Tokens:
         self.eos_token_id = vocabulary.eos_ids[0]
         self.tokens = vocabulary.padded_tokens  # the library sizes its masks by this list, not by n_vocab
         self.special_token_ids = list(vocabulary.special_ids)
-        self._encode = vocabulary.encode or functools.partial(_greedy, _longest_first(vocabulary))
+        # Forced text is encoded while masks are filled, the same few texts over and over, and under the interpreter lock.
+        self._encode = functools.lru_cache(maxsize=16_384)(vocabulary.encode or _greedy_encoder(vocabulary))
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
@@ -39,24 +40,23 @@ class _Tokens:
         return list(self._encode(text))
 
 
-def _longest_first(vocabulary: Vocabulary) -> dict[bytes, int]:
+def _greedy_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
+    """Encode by the longest token at each place."""
     special = set(vocabulary.special_ids)
-    return {token: i for i, token in reversed(list(enumerate(vocabulary.tokens))) if token and i not in special}
-
-
-def _greedy(ids: dict[bytes, int], text: str) -> list[int]:
-    data, out, start = text.encode(), [], 0
+    ids = {token: i for i, token in reversed(list(enumerate(vocabulary.tokens))) if token and i not in special}
     longest = max(map(len, ids), default=1)
-    while start < len(data):
-        for width in range(min(longest, len(data) - start), 0, -1):
-            token = ids.get(data[start : start + width])
-            if token is not None:
-                out.append(token)
-                start += width
-                break
-        else:
-            start += 1
-    return out
+
+    def encode(text: str) -> list[int]:
+        data, out, start = text.encode(), [], 0
+        while start < len(data):
+            widths = range(min(longest, len(data) - start), 0, -1)
+            width = next((w for w in widths if data[start : start + w] in ids), 0)
+            if width:
+                out.append(ids[data[start : start + width]])
+            start += width or 1
+        return out
+
+    return encode
 
 
 def require() -> Any:
