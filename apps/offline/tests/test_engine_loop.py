@@ -429,3 +429,51 @@ def test_drafts_change_the_number_of_steps_and_nothing_else() -> None:
         if any(len(answer.token_ids) > 8 for output in outputs.values() for answer in output.outputs):
             assert stats.accepted_tokens > 0
         assert engine._parts.cache.stats().used_pages == 0
+
+
+class CycleMatcher:
+    """Allows exactly one token at a time, a different one after each; breaks when asked to."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.count, self.fails_at = 0, fails_at
+        self.is_terminated = False
+
+    def _next(self) -> int:
+        return self.count * 7 % 94
+
+    def accept(self, tokens: list[int]) -> int:
+        good = tokens == [self._next()]
+        self.count += good
+        return int(good)
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        if self.count == self.fails_at:
+            raise RuntimeError("the grammar gave up")
+        row[:] = 0
+        row.view(np.uint32)[self._next() // 32] = np.uint32(1 << (self._next() % 32))
+
+
+class CycleGrammar:
+    def __init__(self, fails_at: int = -1) -> None:
+        self.fails_at = fails_at
+
+    def matcher(self) -> CycleMatcher:
+        return CycleMatcher(self.fails_at)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_masks_wait_for_the_tokens_before(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in flight reaches its draws long before the loop has told the grammar the last token."""
+    engine = make_engine(ahead=ahead, running=6)
+    apply = engine._apply
+    monkeypatch.setattr(engine, "_apply", lambda result: (time.sleep(0.01), apply(result)))
+    free = [ask("free", "plain"), ask("other", "words", temperature=0.9)]
+    bound = [replace(ask(f"g{i}", "abc"[i:], max_tokens=15), grammar=CycleGrammar()) for i in range(3)]
+    broken = replace(ask("broken", "zz", max_tokens=15), grammar=CycleGrammar(fails_at=6))
+    outputs = run(engine, [free[0], *bound, broken, free[1]])
+    for request in bound:
+        assert outputs[request.request_id].error is None
+        assert outputs[request.request_id].outputs[0].token_ids == [place * 7 % 94 for place in range(15)]
+    assert "gave up" in str(outputs["broken"].error)
+    for request in free:
+        check(request, outputs[request.request_id])
