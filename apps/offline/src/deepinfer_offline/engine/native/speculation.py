@@ -10,6 +10,7 @@ it is on the loop is synchronous: a draft follows a token that must be known.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.runner import ModelRunner, StepResult
     from deepinfer_offline.models.base import CacheGroup
 
+_LOG = logging.getLogger(__name__)
 _EDGE = 1.03  # expected gain from which a step verifies anything: forecasts err
 _SHADOW_EVERY = 2  # steps between two unverified drafts while speculation is off
 
@@ -227,6 +229,7 @@ def make_speculation(
         return None
     kept = sorted(group.name for group in groups if group.kind != "prefix")
     if kept and wanted == "auto":
+        _LOG.info("speculation is off: the model's cache groups %s cannot take rejected drafts back", ", ".join(kept))
         return None
     if kept:
         raise EngineStartError(
@@ -234,4 +237,5 @@ def make_speculation(
             "use auto or off"
         )
     drafter = create_drafter("suffix" if wanted == "auto" else wanted)
+    _LOG.info("speculation with the %s drafter: %s", drafter.name, _REASONS[wanted])
     return Speculation(drafter, scheduler, runner, _REASONS[wanted])
