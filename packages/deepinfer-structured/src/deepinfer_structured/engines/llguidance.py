@@ -18,6 +18,8 @@ except ImportError:
 
 available = _llguidance is not None
 version = getattr(_llguidance, "__version__", "") if available else ""
+# Before 1.8 a skipped expression could match again and again at one place, so its bounds meant nothing.
+bounds_whitespace = available and tuple(int(p) for p in version.split(".")[:2] if p.isdigit()) >= (1, 8)
 _tokenizers: weakref.WeakKeyDictionary[Vocabulary, Any] = weakref.WeakKeyDictionary()
 _LIMIT_WORDS = ("too complex", "too large", "too many", "limit", "fuel", "exceed")
 

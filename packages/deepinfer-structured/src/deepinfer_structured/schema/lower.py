@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepinfer_structured.config import Options
+from deepinfer_structured.engines.llguidance import bounds_whitespace
 from deepinfer_structured.errors import LimitExceeded, UnsatisfiableSchema
 from deepinfer_structured.regex import quote
 from deepinfer_structured.schema import values
@@ -59,8 +60,10 @@ def _lower(schema: Any, options: Options) -> Lowered:
         if solver.dropped:
             raise next(iter(solver.dropped))
         raise UnsatisfiableSchema("no JSON value fits the schema")
-    head = '%llguidance {"ignore_once": true}\n'
+    head = '%llguidance {"ignore_once": true}\n' if bounds_whitespace else "%llguidance {}\n"
     if options.max_whitespace:
         head += f"%ignore /{pattern}/\n"
+    if options.max_whitespace and not bounds_whitespace:
+        solver.notes["whitespace is not bounded: that needs llguidance 1.8 or later"] = None
     notes = [*solver.notes, *(f"narrowed: {e}" for e in solver.dropped)]
     return Lowered(head + quote.definitions() + rules.lark(), tuple(notes), emitter.guarded)
