@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from deepinfer_offline.cli.failure import COULD_NOT_START, INTERRUPTED, complain, explain
+from deepinfer_offline.job.errors import JobStopped
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("deepinfer_offline.cli.run", "run"),
@@ -58,7 +59,7 @@ def call(argv: Sequence[str]) -> int:
         status = _application(argv)(list(argv), prog_name="deepinfer", standalone_mode=False)
     except _UsageError as error:
         return _usage(error, argv)
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, JobStopped, typer.Abort):
         complain("interrupted")
         return INTERRUPTED
     except Exception as error:
