@@ -22,7 +22,6 @@ _FORMATS = {"fp8": 0, "nvfp4": 1, "mxfp4": 2}
 _MAX_STREAMS = 8  # as in kernels.c
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
-    "v41_init": (),
     "v41_encode": (_P, _P, _L, _I, _I, _P, _L),
     "v41_gather": (_P, _P, _L, _I, _I, _P, _L),
     "v41_sinkhorn": (_P, _L, _I, _I, _F),
@@ -54,7 +53,6 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     for name, arguments in _SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, None
-    found.v41_init()
     return found, None
 
 

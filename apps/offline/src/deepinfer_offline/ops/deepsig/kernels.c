@@ -13,9 +13,6 @@
 
 enum { FP8 = 0, NVFP4 = 1, MXFP4 = 2 };
 
-static float E4M3[256];
-static float PAIRS[256][2];
-
 INLINE float as_float(uint32_t bits) {
     float value;
     memcpy(&value, &bits, 4);
@@ -26,21 +23,6 @@ INLINE uint32_t as_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
     return bits;
-}
-
-// Fill the decoding tables. Call once before anything else.
-void v41_init(void) {
-    static const float LEVELS[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-    for (int code = 0; code < 256; code++) {
-        int exponent = (code >> 3) & 15, mantissa = code & 7;
-        float value = exponent ? ldexpf(1 + mantissa / 8.0f, exponent - 7) : ldexpf(mantissa / 8.0f, -6);
-        if ((code & 127) == 127) value = NAN;
-        E4M3[code] = code & 128 ? -value : value;
-        for (int half = 0; half < 2; half++) {
-            int nibble = half ? code >> 4 : code & 15;
-            PAIRS[code][half] = nibble & 8 ? -LEVELS[nibble & 7] : LEVELS[nibble & 7];
-        }
-    }
 }
 
 // Round to E4M3, ties to even. |value| <= 448; NaN stays NaN.
@@ -59,6 +41,24 @@ INLINE uint8_t to_e2m1(float value) {
     return (uint8_t)(code | (as_bits(value) >> 31 << 3));
 }
 
+// The code as the leading bits of a float32, whose exponent bias is then taken back. No table: compilers vectorise this.
+INLINE float e4m3_value(uint32_t code) {
+    float value = as_float((code & 127) << 20 | (code & 128) << 24) * 0x1p120f;
+    return (code & 127) == 127 ? NAN : value;
+}
+
+static float PAIRS[256][2]; // the two E2M1 values of every byte
+
+__attribute__((constructor)) static void fill_pairs(void) {
+    static const float LEVELS[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    for (int byte = 0; byte < 256; byte++) {
+        for (int half = 0; half < 2; half++) {
+            int code = half ? byte >> 4 : byte & 15;
+            PAIRS[byte][half] = code & 8 ? -LEVELS[code & 7] : LEVELS[code & 7];
+        }
+    }
+}
+
 INLINE int group_of(int format) { return format == NVFP4 ? 16 : 32; }
 
 // The scale of one group, and its byte.
@@ -70,11 +70,11 @@ INLINE float group_scale(const float *x, int count, int format, uint8_t *byte) {
         poisoned |= x[i] != x[i];
     }
     if (format == NVFP4) {
-        if (poisoned) return E4M3[*byte = 127]; // a NaN makes its whole group NaN
+        if (poisoned) return *byte = 127, NAN; // a NaN makes its whole group NaN
         float floor = 6 * 0x1p-9f;
         float scale = (amax > floor ? amax : floor) / 6.0f;
         *byte = to_e4m3(scale > 448.0f ? 448.0f : scale);
-        return E4M3[*byte];
+        return e4m3_value(*byte);
     }
     float floor = format == FP8 ? 1e-4f : 6 * 0x1p-126f;
     float quotient = (amax > floor ? amax : floor) * (format == FP8 ? 1.0f / 448.0f : 1.0f / 6.0f);
@@ -100,20 +100,35 @@ INLINE void encode_row(const float *x, int channels, int format, uint8_t *record
     }
 }
 
+// Inlined with constant `format` and, for full groups, constant `count`: only then are the loops vectorised.
+INLINE void decode_group(const uint8_t *data, int count, int format, float scale, float *out) {
+    if (format == FP8) {
+        for (int i = 0; i < count; i++) out[i] = e4m3_value(data[i]) * scale;
+        return;
+    }
+    for (int i = 0; i < count / 2; i++) {
+        out[2 * i] = PAIRS[data[i]][0] * scale;
+        out[2 * i + 1] = PAIRS[data[i]][1] * scale;
+    }
+}
+
 INLINE void decode_row(const uint8_t *record, int channels, int format, float *out) {
     int group = group_of(format), data = format == FP8 ? channels : channels / 2;
     for (int start = 0, g = 0; start < channels; start += group, g++) {
-        int count = channels - start < group ? channels - start : group;
         uint8_t byte = record[data + g];
-        float scale = format == NVFP4 ? E4M3[byte] : byte ? as_float((uint32_t)byte << 23) : 0x1p-127f;
-        if (format == FP8) {
-            for (int i = 0; i < count; i++) out[start + i] = E4M3[record[start + i]] * scale;
-        } else {
-            for (int i = 0; i < count / 2; i++) {
-                out[start + 2 * i] = PAIRS[record[start / 2 + i]][0] * scale;
-                out[start + 2 * i + 1] = PAIRS[record[start / 2 + i]][1] * scale;
-            }
-        }
+        float scale = format == NVFP4 ? e4m3_value(byte) : byte ? as_float((uint32_t)byte << 23) : 0x1p-127f;
+        const uint8_t *first = record + (format == FP8 ? start : start / 2);
+        if (channels - start >= group) decode_group(first, group, format, scale, out + start);
+        else decode_group(first, channels - start, format, scale, out + start);
+    }
+}
+
+INLINE void gather_rows(
+    const uint8_t *pool, const int64_t *slots, int64_t rows, int channels, int format, float *out, int64_t width) {
+    for (int64_t row = 0; row < rows; row++) {
+        float *target = out + row * channels;
+        if (slots[row] < 0) memset(target, 0, channels * sizeof(float));
+        else decode_row(pool + slots[row] * width, channels, format, target);
     }
 }
 
@@ -127,11 +142,9 @@ void v41_encode(const float *x, const int64_t *slots, int64_t rows, int channels
 
 // Decode the records at `slots`; -1 gives zeros, whatever the pool holds. Row i goes to out + i * channels.
 void v41_gather(const uint8_t *pool, const int64_t *slots, int64_t rows, int channels, int format, float *out, int64_t width) {
-    for (int64_t row = 0; row < rows; row++) {
-        float *target = out + row * channels;
-        if (slots[row] < 0) memset(target, 0, channels * sizeof(float));
-        else decode_row(pool + slots[row] * width, channels, format, target);
-    }
+    if (format == FP8) gather_rows(pool, slots, rows, channels, FP8, out, width);
+    else if (format == NVFP4) gather_rows(pool, slots, rows, channels, NVFP4, out, width);
+    else gather_rows(pool, slots, rows, channels, MXFP4, out, width);
 }
 
 // Softmax over rows plus eps, then alternating column and row normalisation: comb [tokens][s * s], in place.
