@@ -17,11 +17,16 @@ if TYPE_CHECKING:
     from .experts import MxLinear, PackedExperts, dequantize, moe_experts, mx_linear, prepare_experts
     from .llama import MarkovStep, apply_bitmask, markov_step, paged_gqa, sample
     from .mhc import HyperMix, MhcStep, mhc_collapse, mhc_post, mhc_pre, mhc_step
+    from .parallel import ExpertParallel
+    from .providers import MeasuredChoice, find_library
     from .rows import compress, engram_gather, kv_gather, kv_insert, norm_rope_insert, rms_norm, rope
     from .selection import candidate_mask, indexer_logits, router, topk_lowest_index
     from .weights import MxWeights, mx_weights, pack_sm90
 
 _LAZY = {
+    "ExpertParallel": "parallel",
+    "MeasuredChoice": "providers",
+    "find_library": "providers",
     "sparse_mla_decode": "attention",
     "sparse_mla_prefill": "attention",
     "MxLinear": "experts",
@@ -64,9 +69,11 @@ __all__ = [
     "NVFP4",
     "ArgumentError",
     "CapabilityRow",
+    "ExpertParallel",
     "HyperMix",
     "KernelError",
     "MarkovStep",
+    "MeasuredChoice",
     "MhcStep",
     "MxLinear",
     "MxWeights",
@@ -80,6 +87,7 @@ __all__ = [
     "dequantize",
     "device_arch",
     "engram_gather",
+    "find_library",
     "indexer_logits",
     "is_supported",
     "kv_gather",

@@ -1,3 +1,5 @@
+# The kernel language is no Python that a type checker knows.
+# pyrefly: ignore-errors
 """Device functions that read and write the record formats."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# The kernel language is no Python that a type checker knows.
+# pyrefly: ignore-errors
 """Paged grouped-query attention, vocabulary bitmask, sampling, the Markov step."""
 
 from __future__ import annotations

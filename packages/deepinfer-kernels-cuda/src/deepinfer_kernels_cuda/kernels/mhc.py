@@ -1,3 +1,5 @@
+# The kernel language is no Python that a type checker knows.
+# pyrefly: ignore-errors
 """mHC: one pass over the streams, a skinny product for the coefficients, and a small finishing kernel."""
 
 from __future__ import annotations

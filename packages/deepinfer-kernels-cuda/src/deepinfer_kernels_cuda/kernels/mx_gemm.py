@@ -1,3 +1,5 @@
+# The kernel language is no Python that a type checker knows.
+# pyrefly: ignore-errors
 """Microscaled GEMM over weights as stored, and the grouping of tokens by expert."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# The kernel language is no Python that a type checker knows.
+# pyrefly: ignore-errors
 """One program a row: norm, rotary embedding, quantised insertion, gathers."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# The kernel language is no Python that a type checker knows.
+# pyrefly: ignore-errors
 """Indexer logits, radix top-k with the lowest-index rule, candidate blocks, router."""
 
 from __future__ import annotations

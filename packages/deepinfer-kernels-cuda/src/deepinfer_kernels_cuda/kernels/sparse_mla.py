@@ -1,3 +1,5 @@
+# The kernel language is no Python that a type checker knows.
+# pyrefly: ignore-errors
 """Sparse MLA over records or over a bfloat16 workspace, one program a (query, block of heads)."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# The kernel language is no Python that a type checker knows.
+# pyrefly: ignore-errors
 """W4A16 and W8A16 GEMM on Hopper: microscaled weights become the register operand of warpgroup MMA.
 
 Weights are repacked once (`weights.py`) so that a thread's 16-byte load holds exactly the codes of its own MMA

@@ -1,3 +1,5 @@
+# The kernel language is no Python that a type checker knows.
+# pyrefly: ignore-errors
 """Sparse MLA over quantised records on Hopper: one warp group gathers and dequantises, two multiply.
 
 Channel order. Inside the kernel channel `4 i + c` sits in column `128 c + i`: byte c of an int32 (e4m3) or nibble c of
