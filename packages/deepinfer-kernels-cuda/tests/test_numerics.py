@@ -120,11 +120,11 @@ def test_bitmask_and_sampling() -> None:
     greedy = kernels.sample(logits, torch.zeros(5, device=DEVICE), seeds)
     assert torch.equal(greedy, torch.stack([(row == row.max()).nonzero()[0, 0] for row in logits]))
     assert greedy[2] == 10  # the lowest of two equal ones
-    small = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1])).repeat(2000, 1).to(DEVICE)
-    drawn = kernels.sample(small, torch.ones(2000, device=DEVICE), torch.arange(2000, device=DEVICE))
-    share = torch.bincount(drawn, minlength=4).float().cpu() / 2000
-    # Standard error of a share is at most 0.011.
-    assert (share - torch.tensor([0.5, 0.25, 0.15, 0.1])).abs().max() < 0.05
+    small = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1])).repeat(300, 1).to(DEVICE)
+    drawn = kernels.sample(small, torch.ones(300, device=DEVICE), torch.arange(300, device=DEVICE))
+    share = torch.bincount(drawn, minlength=4).float().cpu() / 300
+    # Standard error of a share is at most 0.029; four of them.
+    assert (share - torch.tensor([0.5, 0.25, 0.15, 0.1])).abs().max() < 0.116
 
 
 def test_shapes_are_checked() -> None:
