@@ -63,7 +63,7 @@ def _lower(spec: Spec, options: Options) -> Lowered:
         if found is not None and len(found.text) <= options.limits.safe_bytes:
             return found
     return _worker(options.limits.worker_mib).call(
-        __name__, "lower_on_trial", (spec, options), options.limits.seconds + 1.0
+        __name__, "lower_on_trial", (spec, options), 2 * options.limits.seconds + 1.0
     )
 
 
@@ -80,7 +80,7 @@ def lower_on_trial(spec: Spec, options: Options) -> Lowered:
     A JSON schema whose alternatives multiply beyond the limits is given to llguidance's own schema compiler instead,
     which enforces or refuses every keyword that it meets.
     """
-    seconds = options.limits.seconds / 2 if spec.kind == "json_schema" else options.limits.seconds
+    seconds = 0.7 * options.limits.seconds if spec.kind == "json_schema" else options.limits.seconds
     try:
         found = lower_spec(spec, replace(options, limits=replace(options.limits, seconds=seconds)))
         _build_on_trial(found)

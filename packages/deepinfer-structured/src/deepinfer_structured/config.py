@@ -18,7 +18,7 @@ class Limits:
         max_depth: nesting of the specification.
         max_rules: grammar rules after lowering.
         max_cases: alternatives that one schema may be split into.
-        seconds: wall time of one compilation.
+        seconds: processor time of one compilation; the worker is given twice as much wall time.
         safe_bytes: a lowered grammar up to this size is built in the calling process without a trial in the worker.
         worker_mib: address space of the worker process, MiB.
     """
