@@ -114,7 +114,9 @@ def _accepts(matcher: Any, tokens: bytes, masks: list[float]) -> bool:
         return False
 
 
-def score(path: Path, options: Options, *, processes: int = 2, seconds: float = 60.0, limit: int | None = None) -> Score:
+def score(
+    path: Path, options: Options, *, processes: int = 2, seconds: float = 60.0, limit: int | None = None
+) -> Score:
     """Score all schemas of a file, each in a worker process with a time limit.
 
     Args:
