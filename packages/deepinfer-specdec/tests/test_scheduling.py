@@ -242,6 +242,18 @@ def test_step_costs_learn_a_line() -> None:
     assert costs.needs_plain(4)
 
 
+def test_pauses_of_the_caller_are_not_the_loops_time() -> None:
+    costs = StepCosts()
+    costs.observe(4, 0, 0.010)
+    assumed = costs.host_seconds(4)
+    assert 0.0 < assumed < 0.001
+    costs.observe_host(3.0, 0.010)
+    assert costs.host_seconds(4) == assumed
+    for _ in range(3):
+        costs.observe_host(0.0004, 0.010)
+    assert costs.host_seconds(4) == pytest.approx(0.0004)
+
+
 def test_switch_needs_evidence_and_backs_off_longer_every_time() -> None:
     switch = SpeculationSwitch()
     for _ in range(50):

@@ -42,11 +42,11 @@ class StepCosts:
         self._measured_at: dict[int, list[int]] = {}  # rows -> [measurements, step of the last one]
         self._step = 0
         self._extra: dict[int, _Medians] = {}
-        self._host: float | None = None
+        self._host = _Medians()
 
     def host_seconds(self, rows: int) -> float:
         """Time between two synchronous steps that an asynchronous loop would hide; a share of a plain step until measured."""
-        return _HOST_SHARE * self.plain(rows) if self._host is None else self._host
+        return self._host.values.get(0, _HOST_SHARE * self.plain(rows))
 
     @property
     def known(self) -> bool:
@@ -91,10 +91,13 @@ class StepCosts:
         added = max(0.0, seconds - self.plain(rows)) * float(_GRID[point]) / drafts
         self._extra.setdefault(_load(rows), _Medians()).add(point, added)
 
-    def observe_host(self, seconds: float) -> None:
-        """Take in the time from one step's end to the next one's start in the synchronous loop."""
-        if seconds > 0.0:
-            self._host = seconds if self._host is None else self._host + 0.1 * (seconds - self._host)
+    def observe_host(self, seconds: float, step_seconds: float) -> None:
+        """Take in the time from one step's end to the next one's start in the synchronous loop.
+
+        A gap of more than half the step is not the loop's: the caller was away, or there was nothing to run.
+        """
+        if 0.0 < seconds < 0.5 * step_seconds:
+            self._host.add(0, seconds)
 
     def _line(self, rows: int) -> NDArray[np.float64]:
         guess = _GRID * self.plain(rows) / (rows + _PRIOR_ROWS)

@@ -116,7 +116,7 @@ class Speculation:
         if decodes and decodes == plan.num_rows:
             self._costs.observe(decodes, drafts, result.seconds)
             if self.synchronous and self._was_synchronous:
-                self._costs.observe_host(now - self._landed - result.seconds)
+                self._costs.observe_host(now - self._landed - result.seconds, result.seconds)
         if decodes and self.synchronous:
             self._count(result, rows)
         if decodes and decodes == plan.num_rows and not self._forced:
