@@ -52,8 +52,8 @@ def cpu_kernels() -> Build:
             _compile(compiler, file)
         return Build(ctypes.CDLL(str(file)), None)
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
-        return Build(None, f"they could not be built: {detail.strip().splitlines()[-1] if detail.strip() else error!r}")
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        return Build(None, f"they could not be built: {lines[-1] if lines else type(error).__name__}")
 
 
 def _unsupported() -> str | None:
