@@ -56,12 +56,13 @@ def _tables(facts: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tupl
     ]
     packages = [(row["name"], row["version"] or "missing", row["for"]) for row in facts["packages"]]
     ops = [(row["op"], row["provider"], "yes" if row["chosen"] else "", row["reason"] or "") for row in facts["ops"]]
-    return [
+    tables: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = [
         ("devices", ("kind", "name", "usable", ""), devices),
         ("engines", ("name", "usable", "--engine auto", ""), engines),
         ("packages", ("name", "version", "for"), packages),
         (f"ops on {facts['device']} in {facts['dtype']}", ("op", "provider", "serves", "why not"), ops),
     ]
+    return tables
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
