@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from deepinfer_specdec.errors import SpecDecodeError
 
+_RECOVERY = 0.005  # share of lost trust that comes back per forecast
+
 
 @dataclass(frozen=True, slots=True)
 class SwitchOptions:
@@ -20,11 +22,11 @@ class SwitchOptions:
         longest_pause: most steps of a pause.
     """
 
-    enter: float = 1.15
+    enter: float = 1.2
     leave: float = 1.03
     memory: float = 8.0
-    settle: int = 4
-    pause: int = 16
+    settle: int = 3
+    pause: int = 48
     longest_pause: int = 512
 
     def __post_init__(self) -> None:
@@ -68,6 +70,8 @@ class SpeculationSwitch:
         self._measured = _Gain(2.0 * self.options.memory)
         self._pause = self.options.pause
         self._wait = 0  # steps to stay off
+        self._trust = 1.0  # what forecasts have been worth lately: measured over expected gain
+        self._promised = 1.0
 
     @property
     def gain(self) -> float:
@@ -78,7 +82,10 @@ class SpeculationSwitch:
         """Off: take in a forecast of one step; returns whether speculation is on now."""
         self._expected.add(seconds_without, seconds_with)
         self._wait = max(0, self._wait - 1)
-        if not self._wait and self._expected.steps >= 3 and self._expected.value >= self.options.enter:
+        self._trust += _RECOVERY * (1.0 - self._trust)
+        promised = self._expected.value * self._trust
+        if not self._wait and self._expected.steps >= 3 and promised >= self.options.enter:
+            self._promised = promised
             self._turn(True)
         return self.on
 
@@ -87,6 +94,7 @@ class SpeculationSwitch:
         self._measured.add(seconds_without, seconds_with)
         if self._measured.steps >= self.options.settle:
             if self._measured.value < self.options.leave:
+                self._trust *= max(0.5, self._measured.value / self._promised)
                 self._wait = self._pause
                 self._pause = min(2 * self._pause, self.options.longest_pause)
                 self._turn(False)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _EDGE = 1.03  # expected gain from which a step verifies anything: forecasts err
-_SHADOW_EVERY = 2  # steps between two unverified drafts while speculation is off
+_SHADOW_EVERY = 4  # steps between two unverified drafts while speculation is off
 
 
 class Speculation:
