@@ -37,6 +37,7 @@ class LLM:
         enable_prefix_caching: share the KV of equal prompt prefixes.
         async_scheduling: plan one step ahead of the device.
         speculative: `off`, `auto`, `dspark`, `ngram` or `suffix`.
+        kv_store: a folder that keeps the KV blocks of prompts for later runs; None keeps nothing.
         seed: where the random numbers of requests without a seed of their own start.
         options: further fields of `deepinfer_offline.engine.options.EngineOptions`.
 
@@ -60,6 +61,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         async_scheduling: bool = True,
         speculative: str = "off",
+        kv_store: str | Path | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -77,6 +79,7 @@ class LLM:
                 enable_prefix_caching=enable_prefix_caching,
                 async_scheduling=async_scheduling,
                 speculative=speculative,
+                kv_store=None if kv_store is None else Path(kv_store),
                 seed=seed,
                 **options,
             )

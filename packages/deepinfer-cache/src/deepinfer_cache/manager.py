@@ -272,6 +272,15 @@ class CacheManager:
         for blocks in self._windows.values():
             blocks.complete(self._completed)
 
+    def complete_all(self) -> None:
+        """No step is in flight, so whatever a step was to write is written."""
+        self.complete(self._step)
+
+    @property
+    def pending_saves(self) -> int:
+        """Pages that `save` has yet to look at."""
+        return len(self._saves)
+
     def save(self, limit: int = 64) -> int:
         """Copy up to `limit` finished pages that the lower tier lacks to it, in one batch. Returns how many."""
         if self._store is None or self._mover is None:

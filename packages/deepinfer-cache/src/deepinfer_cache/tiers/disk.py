@@ -61,7 +61,9 @@ class DiskTier:
         return self._bytes
 
     def get(self, key: bytes) -> np.ndarray | None:
-        """The record of a page, uint8 [page_bytes], checked; None if there is none."""
+        """The record of a page, uint8 [page_bytes], checked; None if there is none. A damaged file is read once."""
+        if key in self._bad:
+            return None
         path = self._path(key)
         try:
             data = path.read_bytes()

@@ -41,8 +41,8 @@ class TieredStore:
         return self.host.take(keys)
 
     def wants(self, key: bytes) -> bool:
-        """Whether a tier lacks this key."""
-        return key not in self.host or (self.disk is not None and key not in self.disk)
+        """Whether the lowest tier lacks this key."""
+        return key not in (self.host if self.disk is None else self.disk)
 
     def put(self, keys: Sequence[bytes], records: np.ndarray) -> None:
         """Keep records, uint8 [n, page_bytes], in every tier that lacks them."""

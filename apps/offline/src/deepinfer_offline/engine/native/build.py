@@ -14,10 +14,18 @@ from deepinfer_sched import SchedConfig, Scheduler
 
 from deepinfer_offline.engine.base import EngineInfo, EngineStartError
 from deepinfer_offline.engine.native.engine import NativeEngine
-from deepinfer_offline.engine.native.memory import CachePlan, choose_kv_bytes, paged_groups, plan_cache
+from deepinfer_offline.engine.native.memory import (
+    CachePlan,
+    choose_kv_bytes,
+    paged_groups,
+    plan_cache,
+    prefix_page_bytes,
+)
+from deepinfer_offline.engine.native.pages import NativePages
 from deepinfer_offline.engine.native.parts import Parts
 from deepinfer_offline.engine.native.runner import ModelRunner
 from deepinfer_offline.engine.native.speculation import make_speculation
+from deepinfer_offline.engine.native.store import KvStore, check_folder, open_tiers
 from deepinfer_offline.engine.options import EngineOptions, format_bytes
 from deepinfer_offline.engine.structured import GrammarCompiler
 from deepinfer_offline.models.base import Model, ModelOptions
@@ -49,6 +57,8 @@ def build_native(options: EngineOptions, source: ModelSource, tokenizer: Tokeniz
         EngineStartError: too little memory, an option this model cannot have, unreadable weights.
     """
     _check_supported(options)
+    if options.kv_store is not None:
+        check_folder(options.kv_store)
     device = choose_device(options.device)
     kind = model_class(source.model_type)
     asked, plan = _plan(options, source, kind, device)
@@ -138,7 +148,12 @@ def _compose(
     options: EngineOptions, source: ModelSource, tokenizer: Tokenizer | None, model: Model, plan: CachePlan
 ) -> NativeEngine:
     asked, facts = model.options, model.facts
-    cache = CacheManager(plan.config)
+    page_bytes = prefix_page_bytes(facts.cache_groups, plan.config)
+    pages, tiers = None, None
+    if options.kv_store is not None:
+        tiers = open_tiers(options.kv_store, source, model, plan.config, page_bytes)
+        pages = NativePages(plan.config, page_bytes)
+    cache = CacheManager(plan.config, pages, tiers)
     table = SamplingTable(asked.max_running)
     blocks = {group.name: cache.num_blocks(group.name) for group in facts.cache_groups}
     threads = torch.get_num_threads() if options.async_scheduling else 0
@@ -152,6 +167,8 @@ def _compose(
         cache,
     )
     runner = ModelRunner(model, blocks, cache.block_table, Sampler(table), threads=threads)
+    if pages is not None:
+        pages.bind(runner)
     parts = Parts(
         runner=runner,
         scheduler=scheduler,
@@ -163,6 +180,7 @@ def _compose(
         seed=options.seed,
         ahead=_ahead(options),
         speculation=make_speculation(options.speculative, facts.cache_groups, scheduler, runner),
+        store=None if options.kv_store is None else KvStore(cache, scheduler, options.kv_store, page_bytes),
     )
     return NativeEngine(parts)
 
@@ -196,8 +214,8 @@ def _check_supported(options: EngineOptions) -> None:
         raise EngineStartError(f"--engine-arg {names}: the native engine takes none; use --engine vllm")
     if options.speculative == "dspark":
         raise EngineStartError("--speculative dspark: the native engine does not draft for this model; use auto")
-    if options.kv_store is not None:
-        raise EngineStartError("--kv-store: the native engine does not keep KV blocks on disk yet")
+    if options.kv_store is not None and not options.enable_prefix_caching:
+        raise EngineStartError("--kv-store keeps prefixes of prompts: it needs --prefix-caching")
 
 
 def _ahead(options: EngineOptions) -> int:

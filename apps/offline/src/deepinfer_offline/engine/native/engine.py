@@ -177,6 +177,8 @@ class NativeEngine:
             raise
         if self._airborne:
             self._airborne[0].gate.set()
+        if self._parts.store is not None:
+            self._parts.store.save()
 
     def _land_all(self) -> None:
         while self._airborne:
@@ -300,6 +302,8 @@ class NativeEngine:
         """A snapshot; does not change the engine."""
         scheduler, speculation = self._parts.scheduler, self._parts.speculation
         extra = dict(self._stats.extra) | ({"speculation": speculation.report()} if speculation is not None else {})
+        if self._parts.store is not None:
+            extra["kv_store"] = self._parts.store.report()
         return replace(
             self._stats,
             running=scheduler.num_running,
@@ -315,6 +319,8 @@ class NativeEngine:
         self._closed = True
         with contextlib.suppress(Exception):  # a step that fails now has nobody to tell
             self._land_all()
+            if self._parts.store is not None:
+                self._parts.store.finish()
         self._open_gates()
         self._parts.grammars.close()
         self._parts.runner.close()

@@ -82,7 +82,7 @@ def plan_cache(groups: tuple[CacheGroup, ...], kv_bytes: int, limits: CacheConfi
         EngineStartError: not even two pages beside the window and state groups.
     """
     page_size = limits.page_size
-    page_bytes = sum(g.bytes_per_block * (page_size // g.block_size) for g in groups if g.kind == "prefix")
+    page_bytes = prefix_page_bytes(groups, limits)
     fixed = sum(_fixed_bytes(group, paged, limits) for group, paged in zip(groups, limits.groups, strict=True))
     pages = (kv_bytes - fixed) // page_bytes if page_bytes else limits.max_running * limits.max_pages + 1
     if pages < 3:
@@ -104,6 +104,12 @@ def plan_cache(groups: tuple[CacheGroup, ...], kv_bytes: int, limits: CacheConfi
         num_layers=limits.num_layers,
     )
     return CachePlan(config, config.num_pages * page_size, fixed + pages * page_bytes)
+
+
+def prefix_page_bytes(groups: tuple[CacheGroup, ...], config: CacheConfig) -> int:
+    """Bytes of one page in all prefix groups together."""
+    names = {group.name for group in config.prefix_groups}
+    return sum(g.bytes_per_block * (config.page_size // g.block_size) for g in groups if g.name in names)
 
 
 def paged_groups(groups: tuple[CacheGroup, ...]) -> tuple[PagedGroup, ...]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.base import EngineInfo
     from deepinfer_offline.engine.native.runner import ModelRunner
     from deepinfer_offline.engine.native.speculation import Speculation
+    from deepinfer_offline.engine.native.store import KvStore
     from deepinfer_offline.engine.structured import GrammarCompiler
     from deepinfer_offline.sampling.batch import SamplingTable
     from deepinfer_offline.text.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ class Parts:
         seed: where seeds of requests without their own come from.
         ahead: steps launched before the oldest one's results are taken; 1 is the synchronous loop.
         speculation: drafts for decode rows, or None.
+        store: keeps finished pages for later runs, or None.
     """
 
     runner: ModelRunner
@@ -44,3 +46,4 @@ class Parts:
     seed: int = 0
     ahead: int = 2
     speculation: Speculation | None = None
+    store: KvStore | None = None

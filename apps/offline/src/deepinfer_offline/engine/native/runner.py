@@ -109,6 +109,7 @@ class ModelRunner:
         self._tables = tables
         self._sample = sample
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
+        self._moves: list[Future[Any]] = []
         self._worker: Worker = ThreadWorker(threads) if threads else InlineWorker()
         columns = options.max_model_len + 1 + max_drafts
         # Made in the worker too: every other thread that ever ran a parallel torch operation keeps a team of kernel
@@ -167,7 +168,18 @@ class ModelRunner:
         """
         groups = self.model.facts.cache_groups
         inputs = plan_inputs(plan, groups, self._tables, self.tokens, self._prompt_logprobs)
-        return Flight(plan, self._worker.submit(lambda: self._run(plan, inputs, masks)))
+        moves, self._moves = self._moves, []
+        return Flight(plan, self._worker.submit(lambda: self._run(plan, inputs, masks, moves)))
+
+    def move(self, call: Callable[[], Any]) -> Future[Any]:
+        """Run a call that moves cached content, after the steps launched so far and before the next.
+
+        The next step fails if the call did: it must not read what was not moved.
+        """
+        future = self._worker.submit(call)
+        self._check(future)
+        self._moves.append(future)
+        return future
 
     def collect(self, flight: Flight) -> StepResult:
         """Wait for a step. Raises what the step raised."""
@@ -179,8 +191,12 @@ class ModelRunner:
 
     # --- in the step's thread --------------------------------------------------------------------------------
 
-    def _run(self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None) -> StepResult:
+    def _run(
+        self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None, moves: Sequence[Future[Any]] = ()
+    ) -> StepResult:
         start = time.perf_counter()
+        for done in moves:
+            done.result()
         batch = device_batch(inputs, self.tokens, self.model.options.device)
         hidden = self.model.forward(batch, self.cache)
         prompts = tuple(self._score_prompt(rows, hidden) for rows in inputs.prompts)

@@ -26,6 +26,8 @@ def engine_arguments(options: EngineOptions, model: str, known: type) -> dict[st
     Raises:
         EngineStartError: an unknown argument or a value of the wrong type.
     """
+    if options.kv_store is not None:
+        raise EngineStartError("--kv-store: only the native engine keeps KV blocks this way; use --engine native")
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": options.dtype,

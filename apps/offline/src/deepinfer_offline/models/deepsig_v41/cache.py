@@ -131,3 +131,22 @@ def allocate(spec: CacheSpec, num_blocks: Mapping[str, int], device: str) -> V41
             for s in spec.schedule.pair_sources
         },
     )
+
+
+def block_views(spec: CacheSpec, cache: V41Cache) -> dict[str, tuple[Tensor, ...]]:
+    """The pools of the groups that have blocks of tokens, uint8 [blocks, bytes of a block], by group.
+
+    A source's compressed records come before its index keys, sources in the order of their layers.
+    """
+
+    def view(pool: Tensor, entries: int) -> Tensor:
+        return pool.view(-1, entries * pool.shape[1])
+
+    views = {WINDOW: tuple(view(pool, spec.block_size) for pool in cache.window)}
+    if spec.schedule.sources:
+        views[GLOBAL] = tuple(
+            view(pools[s.index], entries_per_block(spec.block_size, s.ratio))
+            for s in spec.schedule.sources
+            for pools in (cache.compressed, cache.index_keys)
+        )
+    return views

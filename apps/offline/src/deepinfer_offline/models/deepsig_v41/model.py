@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from deepinfer_offline.models.base import ForwardBatch, ModelFacts, ModelOptions
 from deepinfer_offline.models.deepsig_v41.backbone import Backbone, Counters
-from deepinfer_offline.models.deepsig_v41.cache import CacheSpec, V41Cache, allocate
+from deepinfer_offline.models.deepsig_v41.cache import CacheSpec, V41Cache, allocate, block_views
 from deepinfer_offline.models.deepsig_v41.checkpoint import FolderReader, engram_token_map
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.draft import Draft
@@ -24,6 +24,7 @@ from deepinfer_offline.models.deepsig_v41.replay import DECODER_REPLAYS, Decoder
 from deepinfer_offline.models.deepsig_v41.schedule import Schedule, plan_layers
 from deepinfer_offline.models.deepsig_v41.stage import Frequencies
 from deepinfer_offline.models.deepsig_v41.weights import ModelWeights
+from deepinfer_offline.ops.deepsig import LAYOUT_VERSION
 
 if TYPE_CHECKING:
     from deepinfer_offline.weights.source import ModelSource
@@ -154,6 +155,15 @@ class DeepSigV41Model:
     def allocate_cache(self, num_blocks: Mapping[str, int]) -> V41Cache:
         """Allocate the pools, `num_blocks[group.name]` blocks each."""
         return allocate(self.spec, num_blocks, self.options.device)
+
+    @property
+    def page_layout(self) -> str:
+        """See `deepinfer_offline.engine.native.pages.PagedModel`."""
+        return f"deepsig-v41/{LAYOUT_VERSION}/decoder-replay-{self.decoder_replay}"
+
+    def page_blocks(self, cache: V41Cache) -> dict[str, tuple[Tensor, ...]]:
+        """See `deepinfer_offline.engine.native.pages.PagedModel`."""
+        return block_views(self.spec, cache)
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: V41Cache) -> Tensor:

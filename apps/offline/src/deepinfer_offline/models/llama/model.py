@@ -63,6 +63,15 @@ class LlamaModel:
     def allocate_cache(self, num_blocks: Mapping[str, int]) -> LlamaCache:
         return LlamaCache([self.ops.attention.allocate(num_blocks[GROUP]) for _ in self.layers])
 
+    @property
+    def page_layout(self) -> str:
+        """See `deepinfer_offline.engine.native.pages.PagedModel`."""
+        return f"llama/{self.ops.attention.layout}"
+
+    def page_blocks(self, cache: LlamaCache) -> dict[str, tuple[torch.Tensor, ...]]:
+        """See `deepinfer_offline.engine.native.pages.PagedModel`."""
+        return {GROUP: tuple(self.ops.attention.blocks(layer) for layer in cache.layers)}
+
     def forward(self, batch: ForwardBatch, cache: LlamaCache) -> torch.Tensor:
         prepared = self.ops.attention.prepare(batch, self.rope)
         hidden = self.embedding[batch.token_ids]

@@ -61,10 +61,19 @@ class Attention(Protocol):
     """Causal attention over paged keys and values, with the rotary embedding and the optional query/key norms.
 
     The cache layout belongs to the provider; a layer's cache is opaque to everyone else.
+
+    Attributes:
+        layout: name and version of the cache layout: equal only where equal bytes mean equal keys and values.
     """
+
+    layout: str
 
     def allocate(self, num_blocks: int) -> Any:
         """The cache of one layer, all finite (zeros)."""
+        ...
+
+    def blocks(self, cache: Any) -> torch.Tensor:
+        """A view of a layer's cache with blocks on the first axis and the last axis contiguous."""
         ...
 
     def prepare(self, batch: ForwardBatch, rope: torch.Tensor) -> Any:

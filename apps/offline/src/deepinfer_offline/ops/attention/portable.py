@@ -53,6 +53,8 @@ class _Prepared:
 class TorchAttention:
     """The portable provider of `Attention`. A layer's cache is [2, kv_heads, blocks, block_size, head_dim]."""
 
+    layout = "torch-1"
+
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
 
@@ -60,6 +62,9 @@ class TorchAttention:
         s = self.shape
         size = (2, s.num_kv_heads, num_blocks, s.block_size, s.head_dim)
         return torch.zeros(size, dtype=s.dtype, device=s.device)
+
+    def blocks(self, cache: torch.Tensor) -> torch.Tensor:
+        return cache.movedim(2, 0)
 
     def prepare(self, batch: ForwardBatch, rope: torch.Tensor) -> _Prepared:
         host, size = batch.host, self.shape.block_size

@@ -31,6 +31,8 @@ class CpuAttention:
         CpuAttentionError: a shape that `shape_reason` refuses.
     """
 
+    layout = "cpu-avx512-bf16-1"
+
     def __init__(self, shape: AttentionShape) -> None:
         reason = shape_reason(shape)
         if reason is not None:
@@ -46,6 +48,9 @@ class CpuAttention:
     def allocate(self, num_blocks: int) -> torch.Tensor:
         s = self.shape
         return huge_zeros((num_blocks, s.num_kv_heads, 2, s.block_size * s.head_dim), s.dtype)
+
+    def blocks(self, cache: torch.Tensor) -> torch.Tensor:
+        return cache
 
     def prepare(self, batch: ForwardBatch, rope: torch.Tensor) -> _Prepared:
         s, tokens = self.shape, len(batch.token_ids)
