@@ -105,6 +105,7 @@ def _counts(facts: Facts) -> dict[str, int]:
 def _speed(facts: Facts, stats: EngineStats) -> dict[str, Any]:
     tally, running = facts.tally, facts.seconds.get("running", 0.0)
     hit_rate = _ratio(stats.cached_tokens, stats.prompt_tokens)
+    extra = dict(stats.extra)
     return {
         "tokens_per_second": {
             "total": _ratio(tally.prompt_tokens + tally.completion_tokens, running),
@@ -118,7 +119,8 @@ def _speed(facts: Facts, stats: EngineStats) -> dict[str, Any]:
             "of_bound": _ratio(hit_rate or 0.0, facts.bound.rate),
             "windows": facts.bound.windows,
         },
-        "engine_seconds": {"prefill": stats.prefill_seconds, "decode": stats.decode_seconds, **stats.extra},
+        "kv_store": extra.pop("kv_store", None),
+        "engine_seconds": {"prefill": stats.prefill_seconds, "decode": stats.decode_seconds, **extra},
     }
 
 
@@ -145,6 +147,9 @@ def print_summary(console: Console, report: dict[str, Any]) -> None:
         cache = report["prefix_cache"]
         if cache["bound"] is not None and cache["hit_rate"] is not None:
             table.add_row("prefix cache", f"{cache['hit_rate']:.1%} of prompt tokens (at best {cache['bound']:.1%})")
+    store = report["kv_store"]
+    if store:
+        table.add_row("KV store", f"{store['loaded_pages']:,} pages read, {store['saved_pages']:,} written")
     draft = report["speculation"]
     if draft["acceptance_length"]:
         table.add_row("speculation", f"{draft['acceptance_length']:.2f} tokens a verification")
