@@ -44,5 +44,7 @@ def fill_masks(matchers: Sequence[Matcher], rows: Sequence[int], out: Mask, thre
         pool = llguidance.executor(threads or min(32, os.cpu_count() or 1))
         pool.unsafe_compute_mask_ptr(parallel, out.ctypes.data, out.shape[1] * 4, out.shape[0])
         for matcher, row in zip(matchers, rows, strict=True):
+            if isinstance(matcher.native, llguidance.LlguidanceMatcher):
+                matcher.native.check()
             if matcher.guard is not None and not matcher.is_terminated:
                 matcher.restrict(out[row])

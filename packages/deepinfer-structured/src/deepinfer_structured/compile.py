@@ -40,7 +40,7 @@ def compile_spec(spec: Spec, vocabulary: Vocabulary, options: Options | None = N
         return _compile_without_llguidance(spec, vocabulary, options)
     found = lower_safely(spec, options)
     compiled = llguidance.LlguidanceGrammar(found.text, vocabulary)
-    return Grammar(spec, vocabulary, found.engine, compiled, found.notes, found.unique)
+    return Grammar(spec, vocabulary, found.engine, compiled, found.notes, found.unique, found.distinct_keys)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -106,7 +106,8 @@ def _native_schema(spec: Spec, options: Options, reason: StructuredError) -> Low
         llguidance.LlguidanceGrammar(text, _trial_vocabulary())
     except StructuredError as error:
         raise LimitExceeded(f"{reason}; and llguidance refuses it: {error}") from None
-    return Lowered("llguidance", text, ("compiled by llguidance: too many alternatives to be lowered here",))
+    note = "compiled by llguidance: too many alternatives to be lowered here"
+    return Lowered("llguidance", text, (note,), distinct_keys="minProperties" in spec.content)
 
 
 def _build_on_trial(found: Lowered) -> None:

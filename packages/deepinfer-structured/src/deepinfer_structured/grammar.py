@@ -21,6 +21,7 @@ class Grammar:
         engine: the library that enforces it, "llguidance" or "xgrammar".
         compiled: the library's own object.
         unique: text of the schema whose `uniqueItems` a guard enforces beside the grammar, or "".
+        distinct_keys: whether the guard keeps the keys of each object distinct.
         notes: remarks for the user, e.g. keywords that the policy `warn` or `ignore` left out.
     """
 
@@ -30,8 +31,11 @@ class Grammar:
     compiled: EngineGrammar
     notes: tuple[str, ...] = ()
     unique: str = ""
+    distinct_keys: bool = False
 
     def matcher(self) -> Matcher:
         """A matcher at the start of the text."""
-        guard = Guard(unique_paths(self.unique), self.vocabulary) if self.unique else None
+        guard = None
+        if self.unique or self.distinct_keys:
+            guard = Guard(unique_paths(self.unique or "true"), self.vocabulary, distinct_keys=self.distinct_keys)
         return Matcher(self.compiled.matcher(), self.vocabulary, guard)

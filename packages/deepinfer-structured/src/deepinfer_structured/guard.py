@@ -1,35 +1,34 @@
-"""Distinct array items (`uniqueItems`), which no grammar expresses: a small JSON reader beside the grammar matcher.
+"""What no grammar expresses, distinct array items (`uniqueItems`) and distinct keys: a small JSON reader beside the matcher.
 
-The reader follows the text byte by byte. When an item of a guarded array is complete and equals an earlier one, the token
-that completed it is refused, and such tokens are taken out of the mask. To keep that exact and cheap, a few tokens are
-never offered while a guard is at work: tokens that could complete two items at once, and `\\u` or `\\/` spellings.
+The reader follows the text byte by byte. When an item of a guarded array (a key of a guarded object) is complete and
+equals an earlier one, the token that completed it is refused, and such tokens are taken out of the mask. To keep that
+exact and cheap, a few tokens are never offered while a guard is at work: tokens that could complete two items or keys
+at once, and `\\u` or `\\/` spellings.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import json
-import re
-import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deepinfer_structured.bitmask import Mask, mask_words
+from deepinfer_structured.bitmask import Mask
+from deepinfer_structured.guard_tables import SPACE, clear, tables
 from deepinfer_structured.schema.unique_paths import Place, UniquePaths
 from deepinfer_structured.schema.values import canon, load
 from deepinfer_structured.vocab import Vocabulary
 
-_SPACE, _SCALAR = b" \t\n\r", frozenset(b"0123456789+-.eEtrufalsn")
+_SCALAR = frozenset(b"0123456789+-.eEtrufalsn")
 _LITERALS = {ord("t"): ("boolean", True), ord("f"): ("boolean", False), ord("n"): ("null", None)}
-_RUN = re.compile(rb"([0-9+\-.eEtrufalsn]*)[,\]}\s]")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """An open array or object. `seen` holds the items of a guarded array, `start` the offset of its current item."""
+    """An open array or object. `seen` holds the items of a guarded array or the keys of a guarded object, `start` is the
+    offset of an array's current item."""
 
     parent: Frame | None
     place: Place
@@ -52,10 +51,10 @@ class State:
 
 
 class Reader:
-    """Reads JSON text that a grammar has found well-formed."""
+    """Reads JSON text that a grammar has found well-formed. With `distinct_keys` all objects are guarded."""
 
-    def __init__(self, paths: UniquePaths) -> None:
-        self.paths = paths
+    def __init__(self, paths: UniquePaths, distinct_keys: bool) -> None:
+        self.paths, self.distinct_keys = paths, distinct_keys
         self.text = bytearray()
 
     def run(self, state: State, data: bytes) -> State | None:
@@ -87,13 +86,18 @@ class Reader:
                 return self._complete(state.frame, state.start, offset + 1)
             assert state.frame is not None
             name = json.loads(bytes(self.text[state.start : offset + 1]))
-            return State(replace(state.frame, key=f"={name}"), "colon")  # '=' tells an empty key from none
+            seen = state.frame.seen
+            if state.frame.guarded:
+                if name in seen:
+                    return None
+                seen |= {name}
+            return State(replace(state.frame, key=f"={name}", seen=seen), "colon")  # '=' tells an empty key from none
         if state.mode == "scalar":
             if byte in _SCALAR:
                 return state
             done = self._complete(state.frame, state.start, offset)
             return done and self._byte(done, byte, offset)
-        return state if byte in _SPACE else self._structure(state, byte, offset)
+        return state if byte in SPACE else self._structure(state, byte, offset)
 
     def _structure(self, state: State, byte: int, offset: int) -> State | None:
         frame, mode = state.frame, state.mode
@@ -111,7 +115,7 @@ class Reader:
 
     def _open(self, frame: Frame | None, byte: int, offset: int) -> State | None:
         if frame is not None:
-            if frame.guarded and _LITERALS.get(byte) in frame.seen:
+            if frame.is_array and frame.guarded and _LITERALS.get(byte) in frame.seen:
                 return None  # once begun, a literal has one way to go on
             frame = replace(frame, start=offset)
         if byte in b"[{":
@@ -120,14 +124,15 @@ class Reader:
             else:
                 place = self.paths.step(frame.place, frame.index if frame.is_array else frame.key[1:])
             is_array = byte == 0x5B
-            return State(Frame(frame, place, is_array, is_array and self.paths.unique(place)), "value")
+            guarded = self.paths.unique(place) if is_array else self.distinct_keys
+            return State(Frame(frame, place, is_array, guarded), "value")
         return State(frame, "string" if byte == 0x22 else "scalar", offset)
 
     def _complete(self, frame: Frame | None, start: int, end: int) -> State | None:
         """A value text[start:end] is complete inside `frame`."""
         if frame is None:
             return State(None, "done")
-        if frame.guarded:
+        if frame.is_array and frame.guarded:
             value = canon(load(self.text[start:end].decode()))
             if value in frame.seen:
                 return None
@@ -140,10 +145,10 @@ class Guard:
 
     __slots__ = ("_reader", "_states", "_tables", "vocabulary")
 
-    def __init__(self, paths: UniquePaths, vocabulary: Vocabulary) -> None:
+    def __init__(self, paths: UniquePaths, vocabulary: Vocabulary, *, distinct_keys: bool = False) -> None:
         self.vocabulary = vocabulary
         self._tables = tables(vocabulary)
-        self._reader = Reader(paths)
+        self._reader = Reader(paths, distinct_keys)
         self._states: list[tuple[State, int]] = [(State(None), 0)]
 
     def accept(self, token: int) -> bool:
@@ -161,28 +166,76 @@ class Guard:
 
     def clone(self) -> Guard:
         """An independent copy."""
-        other = Guard(self._reader.paths, self.vocabulary)
+        other = Guard(self._reader.paths, self.vocabulary, distinct_keys=self._reader.distinct_keys)
         other._reader.text = self._reader.text[:]
         other._states = self._states[:]
         return other
 
     def restrict(self, row: Mask) -> None:
-        """Take out of a mask what would repeat an item, in place."""
+        """Take out of a mask what would repeat an item or a key, in place."""
         row &= self._tables.usual
         state = self._states[-1][0]
         frame, depth = state.frame, 1
         while frame is not None:
             if frame.guarded and frame.seen:
                 inside = frame is state.frame
-                found = self._next_item(state, frame) if inside else self._closing(state, row, depth)
-                _clear(row, found)
+                if frame.is_array:
+                    clear(row, self._next_item(state, frame) if inside else self._closing(state, row, depth))
+                elif inside:
+                    clear(row, self._next_key(state, frame))
             frame, depth = frame.parent, depth + 1
+
+    def along(self, row: Mask) -> list[int]:
+        """Tokens of the mask after which a key would be the beginning of an earlier one: all its ends may be taken."""
+        if not self._reader.distinct_keys:
+            return []
+        state, ids = self._states[-1][0], self._tables.ids
+        found: list[int] = []
+        frame, text, inside = state.frame, self._pending(state), state.mode == "key"
+        if frame is not None and not frame.is_array and (inside or (state.mode == "value" and not frame.key)):
+            for name in frame.seen:
+                spelled = _spelled(name)
+                if spelled.startswith(text):
+                    ends = range(max(len(text) + 1, 2), len(spelled))
+                    found += [t for end in ends for t in ids.get(spelled[len(text) : end], ())]
+        while frame is not None and not inside:
+            if not frame.is_array:
+                for name in frame.seen:
+                    spelled = _spelled(name)
+                    found += [t for end in range(2, len(spelled)) for t in self._tables.opening.get(spelled[:end], ())]
+            frame = frame.parent
+        words = row.view(np.uint32)
+        return [t for t in dict.fromkeys(found) if words[t // 32] >> (t % 32) & 1]
+
+    @property
+    def written(self) -> bytes:
+        """The part of the value or key at hand that is written."""
+        return self._pending(self._states[-1][0])
+
+    def _pending(self, state: State) -> bytes:
+        return bytes(self._reader.text[state.start :]) if state.mode in ("key", "string", "scalar") else b""
+
+    def _next_key(self, state: State, frame: Frame) -> Iterable[int]:
+        """Tokens that would complete the key at hand as a repetition."""
+        if state.mode != "key" and (state.mode != "value" or frame.key):
+            return ()
+        table, text = self._tables, self._pending(state)
+        found: list[int] = []
+        if state.escaped:
+            found += table.starting(b"u") + table.starting(b"/")
+        for name in frame.seen:
+            spelled = _spelled(name)
+            if spelled.startswith(text):
+                found += table.starting(spelled[len(text) :])
+        if state.mode == "value":
+            found += [t for t in table.spaced if self._reader.would_repeat(state, self.vocabulary.tokens[t])]
+        return found
 
     def _next_item(self, state: State, frame: Frame) -> Iterable[int]:
         """Tokens that would complete the scalar item at hand as a repetition."""
         if state.mode == "after":
             return ()
-        table, text = self._tables, bytes(self._reader.text[state.start :]) if state.mode != "value" else b""
+        table, text = self._tables, self._pending(state)
         found: list[int] = []
         if state.mode in ("value", "string"):
             if state.escaped:
@@ -214,83 +267,17 @@ class Guard:
         return out
 
 
+@functools.lru_cache(maxsize=4096)
+def _spelled(name: Hashable) -> bytes:
+    """A key as text: with `\\u` and `\\/` never offered, it has one spelling."""
+    return json.dumps(name, ensure_ascii=False).encode()
+
+
 def _scalar(text: bytes) -> Hashable:
     try:
         return canon(load(text.decode()))
     except ValueError:
         return None
-
-
-def _clear(row: Mask, tokens: Iterable[int]) -> None:
-    words = row.view(np.uint32)
-    for token in tokens:
-        words[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << (token % 32)))
-
-
-class Tables:
-    """Token lists of a vocabulary that the guard needs.
-
-    Attributes:
-        usual: mask of the tokens that may be offered under a guard.
-        closing: mask of the tokens with a closing bracket.
-        runs: tokens that end a scalar, by what they add to it.
-        spaced: tokens with text after leading whitespace that may complete an item.
-        empties: tokens that open and close an array or object.
-    """
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        special = set(vocabulary.special_ids)
-        plain = [(t, i) for i, t in enumerate(vocabulary.tokens) if t and i not in special]
-        self._sorted = sorted(plain)
-        self.usual = np.full(mask_words(vocabulary.size), -1, np.int32)
-        self.closing = np.zeros(mask_words(vocabulary.size), np.int32)
-        self.runs: dict[bytes, list[int]] = {}
-        self.spaced: list[int] = []
-        self.empties: list[int] = []
-        closing = []
-        for token, i in plain:
-            if _unusual(token):
-                _clear(self.usual, [i])
-                continue
-            if b"}" in token or b"]" in token:
-                closing.append(i)
-                if token[:1] in b"[{":
-                    self.empties.append(i)
-            if (run := _RUN.match(token)) and (run.group(1) or token[:1] not in _SPACE):
-                self.runs.setdefault(run.group(1), []).append(i)
-            elif run:
-                self.runs.setdefault(b"", []).append(i)
-            if token[0] in _SPACE and re.search(rb'\s"[^"]*"|\s[0-9.+-]+[,\]}\s]|\s[tfn]', token):
-                self.spaced.append(i)
-        words = self.closing.view(np.uint32)
-        for i in closing:
-            words[i // 32] |= np.uint32(1 << (i % 32))
-
-    def starting(self, prefix: bytes) -> list[int]:
-        """Tokens that start with some bytes."""
-        first = bisect.bisect_left(self._sorted, (prefix, -1))
-        out = []
-        for token, i in self._sorted[first:]:
-            if not token.startswith(prefix):
-                break
-            out.append(i)
-        return out
-
-
-def _unusual(token: bytes) -> bool:
-    """Whether a token could complete two items, or spells a character in a second way."""
-    rest = token.partition(b",")[2]
-    return rest.count(b'"') > 1 or any(b in rest for b in b",]}") or b"\\u" in token or b"\\/" in token
-
-
-_made: weakref.WeakKeyDictionary[Vocabulary, Tables] = weakref.WeakKeyDictionary()
-
-
-def tables(vocabulary: Vocabulary) -> Tables:
-    """The tables of a vocabulary, made once."""
-    if vocabulary not in _made:
-        _made[vocabulary] = Tables(vocabulary)
-    return _made[vocabulary]
 
 
 @functools.lru_cache(maxsize=256)

@@ -26,12 +26,14 @@ class Lowered:
         text: what the engine compiles.
         notes: remarks, e.g. a `format` that is only an annotation.
         unique: text of the schema whose `uniqueItems` a guard must enforce, or "".
+        distinct_keys: whether a guard must keep the keys of each object distinct.
     """
 
     engine: str
     text: str
     notes: tuple[str, ...] = ()
     unique: str = ""
+    distinct_keys: bool = False
 
 
 def lower_spec(spec: Spec, options: Options) -> Lowered:
@@ -45,7 +47,8 @@ def lower_spec(spec: Spec, options: Options) -> Lowered:
     match spec.kind:
         case "json_schema" | "json_object":
             found = lower(spec.content if spec.kind == "json_schema" else '{"type": "object"}', options)
-            return Lowered("llguidance", found.lark, found.notes, spec.content if found.guarded else "")
+            unique = spec.content if found.guarded else ""
+            return Lowered("llguidance", found.lark, found.notes, unique, found.distinct_keys)
         case "regex":
             return Lowered("llguidance", _regex(spec.content))
         case "choice":

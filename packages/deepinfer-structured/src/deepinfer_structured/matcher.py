@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from deepinfer_structured.bitmask import Mask, allocate_mask, mask_words, set_only
 from deepinfer_structured.errors import MatcherError
+from deepinfer_structured.guard_tables import clear
 
 if TYPE_CHECKING:
     from deepinfer_structured.engines.base import EngineMatcher
@@ -97,10 +98,37 @@ class Matcher:
         Raises:
             MatcherError: nothing is left: the grammar asks for another item where no distinct one is possible.
         """
-        if self.guard is not None:
+        if self.guard is None:
+            return
+        self.guard.restrict(row)
+        dead: set[bytes] = set()
+        clear(row, [token for token in self.guard.along(row) if not self._survives(token, dead)])
+        if not row.any():
+            raise MatcherError(
+                "no distinct array item or key is left that the schema allows (uniqueItems, minProperties)"
+            )
+
+    def _survives(self, token: int, dead: set[bytes]) -> bool:
+        """Whether something can follow a token after which the key at hand is the beginning of an earlier one.
+
+        Beginnings that nothing can follow are added to `dead`.
+        """
+        assert self.guard is not None
+        if not self._accept(token):
+            return False
+        written, found = self.guard.written, False
+        if written not in dead:
+            row = allocate_mask(1, self.vocabulary.size)[0]
+            self.native.fill(row)
             self.guard.restrict(row)
-            if not row.any():
-                raise MatcherError("no distinct array item is left that the schema allows (uniqueItems)")
+            further = self.guard.along(row)
+            clear(row, further)
+            found = bool(row.any()) or any(self._survives(t, dead) for t in further)
+            if not found:
+                dead.add(written)
+        self.native.rollback(1)
+        self.guard.rollback(1)
+        return found
 
     def fill_draft_masks(self, draft: Sequence[int], rows: Mask) -> int:
         """Masks for a draft block: row i is the mask after the first i draft tokens.

@@ -41,7 +41,9 @@ class GrammarStore:
         """The stored grammar, or None."""
         try:
             value = json.loads(self._path(spec, options).read_text(encoding="utf-8"))
-            return Lowered(value["engine"], value["text"], tuple(value["notes"]), value["unique"])
+            return Lowered(
+                value["engine"], value["text"], tuple(value["notes"]), value["unique"], value["distinct_keys"]
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -38,6 +38,9 @@ class _Builder:
             raise UnsupportedSchema(
                 "", "uniqueItems", "items of many values cannot be kept distinct inside a tag", "drop it"
             )
+        if found.distinct_keys:
+            reason = "keys that the schema does not list cannot be kept distinct inside a tag"
+            raise UnsupportedSchema("", "minProperties", reason, "list the properties")
         self.notes += found.notes
         name = f"s{len(self.grammars)}"
         self.grammars.append({"name": name, "lark_grammar": found.lark})

@@ -103,7 +103,7 @@ class LlguidanceMatcher:
 
     def accept(self, token_ids: Sequence[int]) -> int:
         count = self.native.try_consume_tokens(list(token_ids))
-        self._check()
+        self.check()
         return count
 
     def rollback(self, count: int) -> None:
@@ -112,7 +112,7 @@ class LlguidanceMatcher:
 
     def fill(self, row: Mask) -> None:
         self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self._check()
+        self.check()
 
     def forced(self) -> list[int]:
         return self.native.compute_ff_tokens()
@@ -126,7 +126,8 @@ class LlguidanceMatcher:
     def clone(self) -> LlguidanceMatcher:
         return LlguidanceMatcher(self.native.deep_copy())
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises MatcherError once the library has given up; its masks are those of an ended text then."""
         if self.native.is_error():
             raise MatcherError(self.native.get_error())
 

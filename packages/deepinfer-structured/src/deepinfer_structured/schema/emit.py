@@ -35,6 +35,7 @@ class Emitter:
         self.out.terminals["FREE"] = _FREE_CHAR
         self.out.terminals["STRING"] = r'"\"" FREE* "\""'
         self.guarded = False
+        self.distinct_keys = False
         self._rules: dict[Obligation, str] = {}
         self._terminals: dict[str, str] = {}
         self._pending: list[Obligation] = []
@@ -89,6 +90,10 @@ class Emitter:
     def guard_unique(self) -> None:
         """Record that distinct items out of many values are left to the guard."""
         self.guarded = True
+
+    def guard_keys(self) -> None:
+        """Record that a repeated key would break a count or a condition, and is left to the guard."""
+        self.distinct_keys = True
 
     def _body(self, obligation: Obligation) -> Expr:
         options: list[Expr] = []

@@ -7,9 +7,9 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from deepinfer_structured.regex import ANY as ANY_TEXT
-from deepinfer_structured.regex import NEVER as NO_TEXT
 from deepinfer_structured.regex import Node as Language
 from deepinfer_structured.regex import alt, both, complement, literal, matches
+from deepinfer_structured.regex.finite import texts
 from deepinfer_structured.schema import cases as c
 from deepinfer_structured.schema import emit_unordered
 from deepinfer_structured.schema.emit_unordered import Plan, Property
@@ -21,12 +21,33 @@ if TYPE_CHECKING:
 
 _MAX_SUBSETS = 4
 _MAX_COUNTED = 4000
+_MAX_NAMED = 32  # keys of a small language become named properties
 _OPEN, _CLOSE = Term('"{"'), Term('"}"')
 
 
 def emit(emitter: Emitter, case: c.Object) -> Expr:
     """The rule body of an object case."""
+    if _counts_keys(case):
+        case = _name_keys(case)
     return choice(*(_object(emitter, found, witnesses) for found, witnesses in _settle(emitter, case)))
+
+
+def _counts_keys(case: c.Object) -> bool:
+    """Whether a repeated key could break the case: JSON keeps one of its values, and one property.
+
+    What must be there and is not named may be overwritten. A count is met with one unnamed property, however often its
+    key is written; beyond that, repetitions would be counted.
+    """
+    return case.low > len(case.required) + 1 or any(wanted != TOP for _, wanted in case.exists)
+
+
+def _name_keys(case: c.Object) -> c.Object:
+    """The case with the keys of small languages as names, each of which is written once."""
+    languages = [key for key, _ in _others(case)] + [language for language, _ in case.exists]
+    names = dict.fromkeys(name for language in languages for name in texts(language, _MAX_NAMED) or ())
+    if not names or len(names) > 2 * _MAX_NAMED:
+        return case
+    return replace(case, properties=(*case.properties, c.Properties(tuple((name, TOP) for name in names))))
 
 
 def _settle(emitter: Emitter, case: c.Object) -> list[tuple[c.Object, tuple[tuple[Language, Obligation], ...]]]:
@@ -70,6 +91,10 @@ def _object(emitter: Emitter, case: c.Object, witnesses: tuple[tuple[Language, O
         choice(*(_pair(emitter, both(k, wanted_key), join(o, wanted)) for k, o in others))
         for wanted_key, wanted in witnesses
     )
+    if DEAD in met or (extra == DEAD and case.low > len(named) + len(met)):
+        return DEAD
+    if (extra != DEAD or met) and _counts_keys(replace(case, exists=witnesses)):
+        emitter.guard_keys()
     plan = Plan(tuple(named), extra, met)
     if emitter.solver.options.property_order == "any" and emit_unordered.fits(plan, case.low, case.high):
         return seq(_OPEN, emit_unordered.emit(emitter, plan, case.low, case.high), _CLOSE)
@@ -80,7 +105,7 @@ def _object(emitter: Emitter, case: c.Object, witnesses: tuple[tuple[Language, O
 
 
 def _pair(emitter: Emitter, key: Language, value: Obligation) -> Expr:
-    if key == NO_TEXT or value == NEVER or not emitter.solver.satisfiable(value):
+    if texts(key, _MAX_NAMED) == [] or value == NEVER or not emitter.solver.satisfiable(value):
         return DEAD
     return seq(emitter.key(key), COLON, emitter.value(value))
 
@@ -94,7 +119,7 @@ def _others(case: c.Object) -> list[tuple[Language, Obligation]]:
     for inside in _subsets(patterns):
         key = both(*case.keys, *inside, *(complement(p) for p in patterns if p not in inside), unnamed)
         value = join(*(_value(group, inside) for group in case.properties))
-        if key != NO_TEXT and value != NEVER:
+        if value != NEVER and texts(key, _MAX_NAMED) != []:
             found.append((key, value))
     return found
 

@@ -21,12 +21,14 @@ from deepinfer_structured.schema.solver import Solver
 class Lowered:
     """A grammar that needs no vocabulary yet, and remarks for the user.
 
-    `guarded` says that `uniqueItems` is not in the grammar and needs `deepinfer_structured.guard`.
+    `guarded` says that `uniqueItems` is not in the grammar, `distinct_keys` that keys must not repeat and the grammar lets
+    them; both need `deepinfer_structured.guard`.
     """
 
     lark: str
     notes: tuple[str, ...]
     guarded: bool = False
+    distinct_keys: bool = False
 
 
 def lower(text: str, options: Options) -> Lowered:
@@ -66,4 +68,4 @@ def _lower(schema: Any, options: Options) -> Lowered:
     if options.max_whitespace and not bounds_whitespace:
         solver.notes["whitespace is not bounded: that needs llguidance 1.8 or later"] = None
     notes = [*solver.notes, *(f"narrowed: {e}" for e in solver.dropped)]
-    return Lowered(head + quote.definitions() + rules.lark(), tuple(notes), emitter.guarded)
+    return Lowered(head + quote.definitions() + rules.lark(), tuple(notes), emitter.guarded, emitter.distinct_keys)

@@ -1,0 +1,96 @@
+"""Lists of the tokens of a vocabulary that the guard has to look at, made once a vocabulary."""
+
+from __future__ import annotations
+
+import bisect
+import re
+import weakref
+from collections.abc import Iterable
+
+import numpy as np
+
+from deepinfer_structured.bitmask import Mask, mask_words
+from deepinfer_structured.vocab import Vocabulary
+
+SPACE = b" \t\n\r"
+_RUN = re.compile(rb"([0-9+\-.eEtrufalsn]*)[,\]}\s]")
+_OPENING = re.compile(rb'.*[\s,]("[^"]+)', re.DOTALL)
+
+
+def clear(row: Mask, tokens: Iterable[int]) -> None:
+    words = row.view(np.uint32)
+    for token in tokens:
+        words[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << (token % 32)))
+
+
+class Tables:
+    """Token lists of a vocabulary that the guard needs.
+
+    Attributes:
+        usual: mask of the tokens that may be offered under a guard.
+        closing: mask of the tokens with a closing bracket.
+        runs: tokens that end a scalar, by what they add to it.
+        spaced: tokens with text after leading whitespace that may complete an item.
+        empties: tokens that open and close an array or object.
+        opening: tokens that begin a string after a comma or whitespace, by the part from its quote on.
+        ids: tokens by their bytes.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        special = set(vocabulary.special_ids)
+        plain = [(t, i) for i, t in enumerate(vocabulary.tokens) if t and i not in special]
+        self._sorted = sorted(plain)
+        self.usual = np.full(mask_words(vocabulary.size), -1, np.int32)
+        self.closing = np.zeros(mask_words(vocabulary.size), np.int32)
+        self.runs: dict[bytes, list[int]] = {}
+        self.spaced: list[int] = []
+        self.empties: list[int] = []
+        self.opening: dict[bytes, list[int]] = {}
+        self.ids: dict[bytes, list[int]] = {}
+        closing = []
+        for token, i in plain:
+            if _unusual(token):
+                clear(self.usual, [i])
+                continue
+            self.ids.setdefault(token, []).append(i)
+            if b'"' in token and (begun := _OPENING.fullmatch(token)):
+                self.opening.setdefault(begun.group(1), []).append(i)
+            if b"}" in token or b"]" in token:
+                closing.append(i)
+                if token[:1] in b"[{":
+                    self.empties.append(i)
+            if (run := _RUN.match(token)) and (run.group(1) or token[:1] not in SPACE):
+                self.runs.setdefault(run.group(1), []).append(i)
+            elif run:
+                self.runs.setdefault(b"", []).append(i)
+            if token[0] in SPACE and re.search(rb'\s"[^"]*"|\s[0-9.+-]+[,\]}\s]|\s[tfn]', token):
+                self.spaced.append(i)
+        words = self.closing.view(np.uint32)
+        for i in closing:
+            words[i // 32] |= np.uint32(1 << (i % 32))
+
+    def starting(self, prefix: bytes) -> list[int]:
+        """Tokens that start with some bytes."""
+        first = bisect.bisect_left(self._sorted, (prefix, -1))
+        out = []
+        for token, i in self._sorted[first:]:
+            if not token.startswith(prefix):
+                break
+            out.append(i)
+        return out
+
+
+def _unusual(token: bytes) -> bool:
+    """Whether a token could complete two items, or spells a character in a second way."""
+    rest = token.partition(b",")[2]
+    return rest.count(b'"') > 1 or any(b in rest for b in b",]}") or b"\\u" in token or b"\\/" in token
+
+
+_made: weakref.WeakKeyDictionary[Vocabulary, Tables] = weakref.WeakKeyDictionary()
+
+
+def tables(vocabulary: Vocabulary) -> Tables:
+    """The tables of a vocabulary, made once."""
+    if vocabulary not in _made:
+        _made[vocabulary] = Tables(vocabulary)
+    return _made[vocabulary]
