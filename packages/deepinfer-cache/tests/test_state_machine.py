@@ -18,20 +18,21 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-PAGE, WINDOW, SLOTS, LONGEST = 2, 4, 3, 18
+PAGE, WINDOW, SLOTS, LONGEST, CHUNK = 2, 4, 3, 18, 5
 
 
 class Life(RuleBasedStateMachine):
     """Sequences of few tokens over a small alphabet, so that prefixes meet often and memory is always short."""
 
     @initialize(
-        eviction=st.sampled_from(["lru", "next-use"]), strategy=st.sampled_from(["bounded", "full", "periodic(4)"])
+        eviction=st.sampled_from(["lru", "next-use"]),
+        strategy=st.sampled_from(["bounded", "exact", "full", "periodic(4)"]),
     )
     def start(self, eviction, strategy):
         groups = (CacheGroup("kv", "prefix", PAGE), CacheGroup("swa", "window", 1, window=WINDOW))
         self.cache = CacheManager(
             CacheConfig(
-                groups, 14, SLOTS, LONGEST, max_tokens_per_step=SLOTS * LONGEST, max_in_flight=3,
+                groups, 14, SLOTS, LONGEST, max_tokens_per_step=SLOTS * CHUNK, max_in_flight=3,
                 eviction=eviction, strategy=strategy, max_checkpoints=2,
             )
         )  # fmt: skip
@@ -62,7 +63,7 @@ class Life(RuleBasedStateMachine):
         self.sequences[slot] = [self.names, tokens, hit.start, hit, 0]
 
     @precondition(lambda self: len(self.flights) < 3)
-    @rule(chunks=st.lists(st.integers(0, 5), min_size=SLOTS, max_size=SLOTS))
+    @rule(chunks=st.lists(st.integers(0, CHUNK), min_size=SLOTS, max_size=SLOTS))
     def launch(self, chunks):
         self.cache.begin(self.step + 1)
         rows = []
@@ -218,7 +219,7 @@ def publish_unfilled_pages(original):
 
 
 def let_go_of_windows_too_early(original):
-    return lambda self, slots, starts, ends, fence: original(self, slots, starts, ends, -1)
+    return lambda self, slots, starts, ends, nexts, fence: original(self, slots, starts, ends, nexts, -1)
 
 
 PLANTED = [

@@ -36,6 +36,9 @@ class LLM:
         max_num_batched_tokens: most tokens that one forward computes.
         enable_prefix_caching: share the KV of equal prompt prefixes.
         async_scheduling: plan one step ahead of the device.
+        window_strategy: `auto`, `bounded`, `full`, `periodic`, `periodic(N)` or `exact`: what a hit in the prefix cache
+            means for sliding windows (see `EngineOptions`).
+        decoder_replay: whether a V4.1 prompt may pass the decoder layers with its last window only.
         speculative: `off`, `auto`, `dspark`, `ngram` or `suffix`.
         kv_store: a folder that keeps the KV blocks of prompts for later runs; None keeps nothing.
         seed: where the random numbers of requests without a seed of their own start.
@@ -60,6 +63,8 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         async_scheduling: bool = True,
+        window_strategy: str = "auto",
+        decoder_replay: bool = True,
         speculative: str = "off",
         kv_store: str | Path | None = None,
         seed: int = 0,
@@ -78,6 +83,8 @@ class LLM:
                 max_tokens_per_step=max_num_batched_tokens,
                 enable_prefix_caching=enable_prefix_caching,
                 async_scheduling=async_scheduling,
+                window_strategy=window_strategy,
+                decoder_replay=decoder_replay,
                 speculative=speculative,
                 kv_store=None if kv_store is None else Path(kv_store),
                 seed=seed,

@@ -88,8 +88,14 @@ class CacheConfig:
 
     @property
     def alignment(self) -> int:
-        """Tokens that are a whole number of blocks in every group that has blocks of tokens."""
-        return math.lcm(*(group.block_size for group in self.groups if group.kind != "state"))
+        """Tokens that are a whole number of blocks in every group that has blocks of tokens, and a `hit_multiple`."""
+        sizes = (group.block_size for group in self.groups if group.kind != "state")
+        return math.lcm(self.hit_multiple, *sizes)
+
+    @property
+    def hit_multiple(self) -> int:
+        """Tokens after which no group has state that only rows before a hit could rebuild."""
+        return math.lcm(*(group.hit_multiple for group in self.groups))
 
     @property
     def page_size(self) -> int:
@@ -112,8 +118,14 @@ class CacheConfig:
         return -(-self.max_model_len // self.page_size)
 
     def window_blocks(self, group: CacheGroup) -> int:
-        """Usable blocks of a window group: enough for every slot's window plus the rows of all steps in flight."""
-        rows = self.max_tokens_per_step * self.max_in_flight
+        """Usable blocks of a window group: no plan within the token budget can need more.
+
+        When a step is planned, `max_in_flight - 1` steps are in flight. Blocks are then held by the windows of all
+        slots, and by the rows of these steps and of the new one: even those that no later row reads, and those of
+        sequences that ended, since a step in flight still uses them. n rows that begin inside a block touch at most
+        n / block_size + 2 blocks, and a window of W positions at most ceil(W / block_size) + 1.
+        """
         window = -(-group.window // group.block_size) + 1
+        rows = -(-self.max_tokens_per_step // group.block_size) + 2 * self.max_running
         kept = self.max_checkpoints * window if self.strategy.startswith("periodic") else 0
-        return self.max_running * (window + self.max_in_flight) + -(-rows // group.block_size) + kept
+        return self.max_running * (window + 1) + self.max_in_flight * rows + kept

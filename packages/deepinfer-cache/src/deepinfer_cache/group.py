@@ -25,6 +25,9 @@ class CacheGroup:
         tokens_per_entry: positions that one stored entry stands for (the compress ratio r of V4.1's global KV).
         entry_bytes: bytes of one entry over all layers of the group; only memory sizing reads it.
         window: positions that a query may read, itself included; only for `window`.
+        hit_multiple: for state that is empty at the multiples of this many tokens and is filled by the rows between
+            two of them (V4.1's open groups of r tokens). A hit may end elsewhere only if the rows from the multiple
+            before it on are computed again; otherwise it is cut to a multiple.
     """
 
     name: str
@@ -33,12 +36,15 @@ class CacheGroup:
     tokens_per_entry: int = 1
     entry_bytes: int = 0
     window: int = 0
+    hit_multiple: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise CacheConfigError(f"group {self.name!r}: kind {self.kind!r} is not one of {', '.join(KINDS)}")
         if self.block_size < 1:
             raise CacheConfigError(f"group {self.name!r}: block_size {self.block_size} must be at least 1")
+        if self.hit_multiple < 1:
+            raise CacheConfigError(f"group {self.name!r}: hit_multiple {self.hit_multiple} must be at least 1")
         if self.tokens_per_entry < 1 or self.block_size % self.tokens_per_entry:
             raise CacheConfigError(
                 f"group {self.name!r}: tokens_per_entry {self.tokens_per_entry} must divide block_size {self.block_size}"

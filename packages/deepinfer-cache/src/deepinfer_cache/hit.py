@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from deepinfer_cache.strategy import Resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,28 @@ class Hit:
     stored: tuple[bytes, ...] = ()
     partial: tuple[int, int] | None = None
     checkpoint: bytes | None = None
+
+    @classmethod
+    def of(
+        cls,
+        resume: Resume,
+        pages: Sequence[int],
+        stored: Sequence[bytes],
+        partial: tuple[int, int] | None,
+        checkpoint: bytes | None,
+    ) -> Hit:
+        """What was found, and how to go on from there."""
+        return cls(
+            resume.length,
+            tuple(pages),
+            resume.start,
+            resume.replay_start,
+            resume.write_floor,
+            resume.window_start,
+            tuple(stored),
+            partial,
+            checkpoint,
+        )
 
 
 MISS = Hit()

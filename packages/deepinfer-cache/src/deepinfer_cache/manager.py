@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from deepinfer_cache.mover import LowerTier, PageMover
 from deepinfer_cache.pool import PagePool
 from deepinfer_cache.saving import SaveQueue
 from deepinfer_cache.stats import CacheStats
-from deepinfer_cache.strategy import make_strategy
+from deepinfer_cache.strategy import Resume, make_strategy
 from deepinfer_cache.window import WindowBlocks
 
 
@@ -117,21 +118,16 @@ class CacheManager:
         length = found * self.page_size + (partial[1] if partial is not None else 0)
         if not length:
             return MISS
-        kept = self._kept_pages(hashes[:found])
-        resume = self.strategy.resume(length, num_tokens, kept * self.page_size)
+        kept, resume = self._resume(hashes[:found], length, num_tokens)
+        multiple = self.config.hit_multiple
+        if resume.start > length - length % multiple:  # state of the open multiple would be missing
+            length -= length % math.lcm(self.page_size, multiple)
+            found, partial = length // self.page_size, None
+            kept, resume = self._resume(hashes[:found], length, num_tokens)
         if not resume.length:
             return MISS
-        return Hit(
-            length=length,
-            pages=tuple(pages),
-            start=resume.start,
-            replay_start=resume.replay_start,
-            write_floor=resume.write_floor,
-            window_start=resume.window_start,
-            stored=tuple(wanted[len(pages) : found]),
-            partial=partial,
-            checkpoint=hashes[kept - 1] if kept else None,
-        )
+        checkpoint = hashes[kept - 1] if kept else None
+        return Hit.of(resume, pages[:found], wanted[len(pages) : found], partial, checkpoint)
 
     @property
     def wants_future(self) -> bool:
@@ -200,16 +196,20 @@ class CacheManager:
         self._note_peak()
         return True
 
-    def place_windows(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+    def place_windows(
+        self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, nexts: np.ndarray | None = None
+    ) -> None:
         """Give the rows of the step that is being planned a place in every window group. Call it after `commit`.
 
         Args:
             slots: int32 [R], distinct.
             starts: int32 [R], first computed position of each row.
             ends: int32 [R], one past the last.
+            nexts: int32 [R], lowest position at which the sequence's next row may start: `ends` less the drafts of the
+                row, which may all be rejected. None: `ends`, no row has drafts.
         """
         for blocks in self._windows.values():
-            blocks.place(slots, starts, ends, fence=self._step - 1)
+            blocks.place(slots, starts, ends, ends if nexts is None else nexts, fence=self._step - 1)
         period = self.strategy.period
         if period:
             for row in np.flatnonzero(ends // period > starts // period).tolist():
@@ -328,6 +328,11 @@ class CacheManager:
         for index in range(max(first, 1), min(self.pages_for(num_tokens), len(hashes) + 1)):
             begin, end = index * self.page_size, min((index + 1) * self.page_size, num_tokens)
             self._pool.partial.note(hashes[index - 1], int(self.pages[slot, index]), tokens[begin:end], self._step)
+
+    def _resume(self, hashes: Sequence[bytes], length: int, num_tokens: int) -> tuple[int, Resume]:
+        """Leading pages that end with a kept window, and how to go on after a hit of `length` in pages `hashes`."""
+        kept = self._kept_pages(hashes)
+        return kept, self.strategy.resume(length, num_tokens, kept * self.page_size)
 
     def _kept_pages(self, hashes: Sequence[bytes]) -> int:
         """Leading pages up to the last one at which every window group has a kept window."""

@@ -15,7 +15,8 @@ class WindowBlocks:
     """The pool and the block table of one window group.
 
     The table is indexed by absolute position (`position // block_size`); entries outside the window are 0, the block
-    that nobody owns. The pool is sized so that a step plan within the token budget always fits. Blocks are counted,
+    that nobody owns. The pool is sized so that a step plan within the token budget always fits
+    (`CacheConfig.window_blocks`), as long as blocks are let go of as soon as no later row reads them. Blocks are counted,
     because a kept window (`keep`) shares its blocks with the sequences that start from it; shared blocks are never
     written, since a window is kept at a block boundary.
     """
@@ -28,6 +29,8 @@ class WindowBlocks:
         self._max_kept = config.max_checkpoints
         self._first = np.zeros(config.max_running, np.int64)  # held blocks: [first, last) of the table row
         self._last = np.zeros(config.max_running, np.int64)
+        self._needed = np.zeros(config.max_running, np.int64)  # the first block that a slot's next row may read
+        self._completed = 0
         self._free = list(range(self.num_blocks, 0, -1))
         self._fenced: deque[tuple[int, list[int]]] = deque()
         self._kept: OrderedDict[bytes, list[int]] = OrderedDict()  # the least recently used comes first
@@ -48,7 +51,7 @@ class WindowBlocks:
         """
         assert self._last[slot] == self._first[slot], f"slot {slot} of {self.group.name} still holds blocks"
         size = self.group.block_size
-        self._first[slot] = self._last[slot] = window_start // size
+        self._first[slot] = self._last[slot] = self._needed[slot] = window_start // size
         if checkpoint is not None:
             blocks = self._kept[checkpoint]
             self._kept.move_to_end(checkpoint)
@@ -56,27 +59,31 @@ class WindowBlocks:
             self._last[slot] = start // size
             self.table[slot, self._first[slot] : self._last[slot]] = blocks
 
-    def place(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, fence: int) -> None:
-        """Give rows [start, end) of each slot a place, and let go of what no later row can read.
+    def place(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, nexts: np.ndarray, fence: int) -> None:
+        """Give rows [start, end) of each slot a place, and let go of what no later row of any slot can read.
 
         Args:
             slots: int [R], distinct.
             starts: int [R], first computed position.
             ends: int [R], one past the last computed position.
+            nexts: int [R], lowest position at which the slot's next row may start.
             fence: the last step that may still read what is let go of.
         """
         size = self.group.block_size
-        first = np.maximum(np.maximum(starts - self.group.window + 1, 0) // size, self._first[slots])
+        self._needed[slots] = self._first_block(starts)
+        for slot in np.flatnonzero(self._needed > self._first).tolist():
+            first = int(self._needed[slot])
+            self._retire(slot, int(self._first[slot]), min(first, int(self._last[slot])), fence)
+            self._first[slot] = first
+            self._last[slot] = max(first, int(self._last[slot]))
+        self.complete(self._completed)
         last = np.maximum(-(-ends // size), self._last[slots])
-        changed = np.flatnonzero((first != self._first[slots]) | (last != self._last[slots]))
-        for slot, new_first, new_last in zip(
-            slots[changed].tolist(), first[changed].tolist(), last[changed].tolist(), strict=True
-        ):
-            old_first, old_last = int(self._first[slot]), int(self._last[slot])
-            self._retire(slot, old_first, min(new_first, old_last), fence)
-            begin = max(old_last, new_first)
-            self.table[slot, begin:new_last] = self._take(new_last - begin)
-            self._first[slot], self._last[slot] = new_first, new_last
+        grown = np.flatnonzero(last > self._last[slots])
+        for slot, end in zip(slots[grown].tolist(), last[grown].tolist(), strict=True):
+            begin = int(self._last[slot])
+            self.table[slot, begin:end] = self._take(end - begin)
+            self._last[slot] = end
+        self._needed[slots] = self._first_block(nexts)
 
     def keep(self, slot: int, position: int, key: bytes) -> None:
         """Keep the window that ends at `position` (a block boundary) under `key`; its rows have a place by now."""
@@ -97,11 +104,12 @@ class WindowBlocks:
     def close(self, slot: int, fence: int) -> None:
         """The slot's sequence is gone; its blocks are handed out again after step `fence`."""
         self._retire(slot, int(self._first[slot]), int(self._last[slot]), fence)
-        self._first[slot] = self._last[slot] = 0
+        self._first[slot] = self._last[slot] = self._needed[slot] = 0
 
     def complete(self, step: int) -> None:
         """Steps up to `step` read nothing any more."""
-        while self._fenced and self._fenced[0][0] <= step:
+        self._completed = max(self._completed, step)
+        while self._fenced and self._fenced[0][0] <= self._completed:
             self._drop(self._fenced.popleft()[1])
 
     def forget_kept(self) -> None:
@@ -121,7 +129,15 @@ class WindowBlocks:
     def _ranges(self) -> list[tuple[int, int]]:
         return list(zip(self._first.tolist(), self._last.tolist(), strict=True))
 
+    def _first_block(self, positions: np.ndarray) -> np.ndarray:
+        """The first block that a row at each position reads."""
+        return np.maximum(positions - self.group.window + 1, 0) // self.group.block_size
+
     def _take(self, count: int) -> list[int]:
+        assert count <= len(self._free), (
+            f"{self.group.name}: {count} blocks asked, {len(self._free)} of {self.num_blocks} are free; "
+            "was a step planned beyond max_tokens_per_step or max_in_flight?"
+        )
         blocks = [self._free.pop() for _ in range(count)]
         self._share(blocks)
         return blocks

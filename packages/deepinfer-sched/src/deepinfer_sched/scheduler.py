@@ -296,7 +296,7 @@ class Scheduler:
             finished=tuple(self._finished),
         )
         self._preempted, self._finished = [], []
-        self.cache.place_windows(slots, starts, ends)
+        self.cache.place_windows(slots, starts, ends, ends - drafts)
         state.launch(slots, ends, drafts, samples, step)
         self._flights.append((plan, self._running.in_slots(slots)))
         return plan

@@ -102,6 +102,18 @@ def run(
     prefix_caching: Annotated[
         bool, typer.Option(help="Compute equal starts of prompts once.", rich_help_panel=_SPEED)
     ] = True,
+    window_strategy: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|bounded|full|periodic|exact",
+            help="What a hit in the prefix cache means for sliding windows; periodic(N) keeps one every N tokens.",
+            rich_help_panel=_SPEED,
+        ),
+    ] = "auto",
+    decoder_replay: Annotated[
+        bool,
+        typer.Option(help="V4.1: prompts pass the decoder layers with their last window only.", rich_help_panel=_SPEED),
+    ] = True,
     async_scheduling: Annotated[
         bool, typer.Option(help="Plan the next step while this one runs.", rich_help_panel=_SPEED)
     ] = True,
@@ -183,6 +195,8 @@ def run(
             async_scheduling=async_scheduling,
             enable_prefix_caching=prefix_caching,
             block_size=block_size,
+            window_strategy=window_strategy,
+            decoder_replay=decoder_replay,
             seed=seed,
             tensor_parallel_size=tensor_parallel,
             data_parallel_size=data_parallel,

@@ -13,6 +13,9 @@ ENGINES = ("auto", "native", "vllm")
 DEVICES = ("auto", "cpu", "cuda", "npu")
 DTYPES = ("auto", "bfloat16", "float32")
 SPECULATIVE = ("off", "auto", "dspark", "ngram", "suffix")
+WINDOW_STRATEGIES = ("auto", "bounded", "full", "periodic", "exact")
+DEFAULT_PERIOD = 2048
+"""Tokens between the windows that `periodic` keeps, if it names no number."""
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -71,6 +74,13 @@ class EngineOptions:
         async_scheduling: plan one step ahead of the device.
         enable_prefix_caching: share the KV of equal prompt prefixes.
         block_size: tokens in a KV block; None lets the engine choose.
+        window_strategy: what a hit in the prefix cache means for sliding windows. `bounded` computes the last window of
+            the hit again and treats older windows as absent, `exact` computes as much as gives the numbers of a full
+            prefill, `full` keeps the windows of every position, `periodic(p)` keeps one every p tokens; `periodic` alone
+            is `periodic(2048)`. `auto` is `bounded` where the model was made for it. Only for models with windows that
+            the cache does not keep anyway.
+        decoder_replay: of a prompt, compute only the last window in the layers that cache nothing for later requests.
+            Only V4.1 has such layers, and only `bounded` allows it; off: every row passes every layer.
         seed: where the random numbers of requests without a seed of their own start.
         tensor_parallel_size: devices that share each layer.
         data_parallel_size: copies of the model.
@@ -94,6 +104,8 @@ class EngineOptions:
     async_scheduling: bool = True
     enable_prefix_caching: bool = True
     block_size: int | None = None
+    window_strategy: str = "auto"
+    decoder_replay: bool = True
     seed: int = 0
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -107,6 +119,7 @@ class EngineOptions:
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("speculative", self.speculative, SPECULATIVE)
+        _check_strategy(self.window_strategy)
         for name in ("kv_memory", "max_tokens_per_step", "max_running", "max_model_len", "block_size"):
             _at_least_one(name, getattr(self, name))
         _at_least_one("tensor_parallel_size", self.tensor_parallel_size)
@@ -116,6 +129,13 @@ class EngineOptions:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise OptionsError(f"--{_flag(name)} {value!r} is not one of {', '.join(allowed)}")
+
+
+def _check_strategy(value: str) -> None:
+    if value not in WINDOW_STRATEGIES and not re.fullmatch(r"periodic\([1-9]\d*\)", value):
+        raise OptionsError(
+            f"--window-strategy {value!r} is not one of {', '.join(WINDOW_STRATEGIES)}, periodic(N) with N tokens"
+        )
 
 
 def _at_least_one(name: str, value: int | None) -> None:

@@ -73,6 +73,8 @@ class JobOptions:
         shaping |= {"dtype": engine.dtype, "seed": engine.seed, "max-model-len": engine.max_model_len or 0}
         # a sampled answer depends on how drafts are verified, though its distribution does not
         shaping["speculative"] = engine.speculative
+        shaping["window-strategy"] = engine.window_strategy  # approximate windows give other answers than exact ones
+        shaping["decoder-replay"] = "on" if engine.decoder_replay else "off"
         return {**shaping, "engine-arg": " ".join(f"{name}={value}" for name, value in engine.engine_args)}
 
     def fingerprint(self) -> str:

@@ -27,6 +27,8 @@ class CacheGroup:
         block_size: positions a block covers. `state` groups use 1; their block table has one column.
         bytes_per_block: bytes of one block over all layers of the group.
         window: positions that a query reads, itself included. `window` groups only.
+        layers: layers that read the group's windows one after another. `window` groups only.
+        hit_multiple: as in `deepinfer_cache.CacheGroup`: tokens at whose multiples a `state` group is empty.
     """
 
     name: str
@@ -34,6 +36,8 @@ class CacheGroup:
     block_size: int
     bytes_per_block: int
     window: int = 0
+    layers: int = 1
+    hit_multiple: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in CACHE_KINDS:
@@ -175,6 +179,7 @@ class ModelFacts:
         workspace_bytes: peak memory of one step beside weights and cache, in bytes (estimate, rounded up).
         cache_groups: what it caches. The first group is the one that capacity in tokens is quoted for.
         checkpoint_dtype: torch dtype name of the stored weights, e.g. `bfloat16`; used by dtype `auto`.
+        image_token_id: the id that stands for a piece of an image; prompts must not have it, since images are not read.
     """
 
     model_type: str
@@ -184,6 +189,21 @@ class ModelFacts:
     workspace_bytes: int
     cache_groups: tuple[CacheGroup, ...]
     checkpoint_dtype: str = "bfloat16"
+    image_token_id: int | None = None
+
+
+@runtime_checkable
+class FollowsStrategy(Protocol):
+    """A model that computes prompts differently under each window strategy of the cache."""
+
+    def follow_strategy(self, strategy: str, *, decoder_replay: bool) -> None:
+        """Fit to `deepinfer_cache.CacheConfig.strategy`; called once, before the first step.
+
+        Args:
+            strategy: of the cache.
+            decoder_replay: whether prompt rows may be left out of layers that cache nothing for later requests.
+        """
+        ...
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from deepinfer_cache import CacheConfig, CacheManager
@@ -17,6 +17,7 @@ from deepinfer_offline.engine.native.engine import NativeEngine
 from deepinfer_offline.engine.native.memory import (
     CachePlan,
     choose_kv_bytes,
+    choose_strategy,
     paged_groups,
     plan_cache,
     prefix_page_bytes,
@@ -28,7 +29,7 @@ from deepinfer_offline.engine.native.speculation import make_speculation
 from deepinfer_offline.engine.native.store import KvStore, check_folder, open_tiers
 from deepinfer_offline.engine.options import EngineOptions, format_bytes
 from deepinfer_offline.engine.structured import GrammarCompiler
-from deepinfer_offline.models.base import Model, ModelOptions
+from deepinfer_offline.models.base import CacheGroup, FollowsStrategy, Model, ModelOptions
 from deepinfer_offline.models.registry import model_class
 from deepinfer_offline.sampling import Sampler, SamplingTable
 
@@ -63,6 +64,8 @@ def build_native(options: EngineOptions, source: ModelSource, tokenizer: Tokeniz
     kind = model_class(source.model_type)
     asked, plan = _plan(options, source, kind, device)
     model = kind.load(source, asked)
+    if isinstance(model, FollowsStrategy):
+        model.follow_strategy(plan.config.strategy, decoder_replay=options.decoder_replay)
     return _compose(options, source, tokenizer, model, plan)
 
 
@@ -107,7 +110,8 @@ def _plan(
     resolved = replace(wanted, dtype=dtype, max_model_len=length)
     facts = kind.describe(source.config, resolved)
     kv_bytes = choose_kv_bytes(facts, device, options.kv_memory)
-    plan = plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved))
+    strategy = choose_strategy(options.window_strategy, facts.cache_groups, source.name)
+    plan = plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved, strategy))
     if plan.tokens >= length:
         return resolved, plan
     if options.max_model_len is not None:
@@ -115,7 +119,7 @@ def _plan(
             f"max_model_len {length} does not fit: {format_bytes(plan.num_bytes)} of KV memory hold {plan.tokens} tokens"
         )
     resolved = replace(resolved, max_model_len=plan.tokens)
-    return resolved, plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved))
+    return resolved, plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved, strategy))
 
 
 def _step_size(options: EngineOptions, defaults: _Defaults) -> tuple[int, int]:
@@ -132,7 +136,9 @@ def _step_size(options: EngineOptions, defaults: _Defaults) -> tuple[int, int]:
     return running, max(defaults.max_step_tokens, running)
 
 
-def _limits(options: EngineOptions, groups: tuple[Any, ...], resolved: ModelOptions) -> CacheConfig:
+def _limits(
+    options: EngineOptions, groups: tuple[CacheGroup, ...], resolved: ModelOptions, strategy: str
+) -> CacheConfig:
     return CacheConfig(
         groups=paged_groups(groups),
         num_pages=1,
@@ -141,6 +147,8 @@ def _limits(options: EngineOptions, groups: tuple[Any, ...], resolved: ModelOpti
         max_tokens_per_step=resolved.max_step_tokens,
         max_in_flight=_ahead(options),
         enable_prefix_cache=options.enable_prefix_caching,
+        strategy=strategy,
+        num_layers=max((group.layers for group in groups if group.kind == "window"), default=1),
     )
 
 

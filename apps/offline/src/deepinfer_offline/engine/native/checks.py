@@ -7,15 +7,18 @@ import numpy as np
 from deepinfer_offline.engine.base import EngineInfo, Request, RequestError
 
 
-def check_request(request: Request, info: EngineInfo, *, has_tokenizer: bool) -> None:
+def check_request(
+    request: Request, info: EngineInfo, *, has_tokenizer: bool, image_token_id: int | None = None
+) -> None:
     """Raise RequestError, naming the field, when the request cannot run on this model.
 
     Args:
         request: what is asked.
         info: limits of the engine.
         has_tokenizer: whether text can be made.
+        image_token_id: the id that stands for images, which no engine here reads; None if the model has none.
     """
-    _check_prompt(request, info)
+    _check_prompt(request, info, image_token_id)
     params = request.params
     if params.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer; this model has none: use stop_token_ids", param="stop")
@@ -31,7 +34,7 @@ def check_request(request: Request, info: EngineInfo, *, has_tokenizer: bool) ->
             )
 
 
-def _check_prompt(request: Request, info: EngineInfo) -> None:
+def _check_prompt(request: Request, info: EngineInfo, image_token_id: int | None) -> None:
     length = len(request.prompt_token_ids)
     if not length:
         raise RequestError("the prompt is empty; it needs at least one token", code="empty_prompt", param="prompt")
@@ -47,6 +50,14 @@ def _check_prompt(request: Request, info: EngineInfo) -> None:
     except (TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"the prompt's token ids are not integers: {error}", param="prompt") from error
     _check_ids("prompt", ids, info.vocab_size)
+    if image_token_id is not None and (ids == image_token_id).any():
+        place = int(np.argmax(ids == image_token_id))
+        raise RequestError(
+            f"the prompt has token id {image_token_id} at position {place}, which stands for an image: "
+            "this engine reads text only, no images",
+            code="images_unsupported",
+            param="prompt",
+        )
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:

@@ -69,7 +69,7 @@ class NativeEngine:
         parts = self._parts
         if request.request_id in self._groups:
             raise RequestError(f"request id {request.request_id!r} is in use", code="duplicate_id", param="request_id")
-        check_request(request, parts.info, has_tokenizer=parts.tokenizer is not None)
+        self._check(request, has_tokenizer=parts.tokenizer is not None)
         eos = parts.tokenizer.eos_ids if parts.tokenizer is not None else frozenset()
         group = Group(request, *stop_sets(request, eos))
         wanted = request.params.structured_outputs
@@ -101,9 +101,13 @@ class NativeEngine:
             raise RuntimeError("logits need an idle engine; finish or abort the requests first")
         self._land_all()
         parts = self._parts
-        check_request(Request("logits", token_ids, SamplingParams()), parts.info, has_tokenizer=False)
+        self._check(Request("logits", token_ids, SamplingParams()), has_tokenizer=False)
         self._next_seq += 1
         return score_sequence(parts.runner, parts.scheduler, parts.cache.block_table, self._next_seq - 1, token_ids)
+
+    def _check(self, request: Request, *, has_tokenizer: bool) -> None:
+        image = self._parts.runner.model.facts.image_token_id
+        check_request(request, self._parts.info, has_tokenizer=has_tokenizer, image_token_id=image)
 
     # --- the loop --------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from deepinfer_cache import CacheConfig
 from deepinfer_cache import CacheGroup as PagedGroup
 
 from deepinfer_offline.engine.base import EngineStartError
-from deepinfer_offline.engine.options import format_bytes
+from deepinfer_offline.engine.options import DEFAULT_PERIOD, format_bytes
 from deepinfer_offline.models.base import CacheGroup, ModelFacts
 
 _CPU_SHARE, _CPU_MOST = 0.5, 4 << 30  # of what is free: a laptop has other things to do
@@ -91,19 +92,33 @@ def plan_cache(groups: tuple[CacheGroup, ...], kv_bytes: int, limits: CacheConfi
         )
     most = limits.max_running * limits.max_pages + _spare_pages(limits)
     pages = min(pages, most + 1)
-    config = CacheConfig(
-        groups=limits.groups,
-        num_pages=pages - 1,  # page 0 exists besides them
-        max_running=limits.max_running,
-        max_model_len=limits.max_model_len,
-        max_tokens_per_step=limits.max_tokens_per_step,
-        max_in_flight=limits.max_in_flight,
-        enable_prefix_cache=limits.enable_prefix_cache,
-        eviction=limits.eviction,
-        strategy=limits.strategy,
-        num_layers=limits.num_layers,
-    )
+    config = replace(limits, num_pages=pages - 1)  # page 0 exists besides them
     return CachePlan(config, config.num_pages * page_size, fixed + pages * page_bytes)
+
+
+def choose_strategy(wanted: str, groups: tuple[CacheGroup, ...], name: str) -> str:
+    """What `--window-strategy` means for a model, as `CacheConfig.strategy` says it.
+
+    Args:
+        wanted: the user's choice.
+        groups: what the model caches.
+        name: of the model.
+
+    Raises:
+        EngineStartError: a choice for a model without windows, or a period that parts a block.
+    """
+    if wanted == "auto":
+        return "bounded"
+    if not any(group.kind == "window" for group in groups):
+        raise EngineStartError(f"--window-strategy {wanted}: {name} has no sliding windows to keep; leave it at auto")
+    if not wanted.startswith("periodic"):
+        return wanted
+    multiple = math.lcm(*(math.lcm(1 if g.kind == "state" else g.block_size, g.hit_multiple) for g in groups))
+    if wanted == "periodic":
+        return f"periodic({-(-DEFAULT_PERIOD // multiple) * multiple})"
+    if int(wanted.removeprefix("periodic(").removesuffix(")")) % multiple:
+        raise EngineStartError(f"--window-strategy {wanted}: the period must be a multiple of {multiple} tokens")
+    return wanted
 
 
 def prefix_page_bytes(groups: tuple[CacheGroup, ...], config: CacheConfig) -> int:
@@ -114,7 +129,7 @@ def prefix_page_bytes(groups: tuple[CacheGroup, ...], config: CacheConfig) -> in
 
 def paged_groups(groups: tuple[CacheGroup, ...]) -> tuple[PagedGroup, ...]:
     """The model's groups as the cache manager sees them. Bytes stay here: `plan_cache` accounts for them."""
-    return tuple(PagedGroup(g.name, g.kind, g.block_size, window=g.window) for g in groups)
+    return tuple(PagedGroup(g.name, g.kind, g.block_size, window=g.window, hit_multiple=g.hit_multiple) for g in groups)
 
 
 def _spare_pages(limits: CacheConfig) -> int:
@@ -123,7 +138,7 @@ def _spare_pages(limits: CacheConfig) -> int:
 
 
 def _fixed_bytes(group: CacheGroup, paged: PagedGroup, limits: CacheConfig) -> int:
-    if group.kind == "window":
+    if paged in limits.window_groups:
         return (limits.window_blocks(paged) + 1) * group.bytes_per_block
     return (limits.max_running + 1) * group.bytes_per_block if group.kind == "state" else 0
 

@@ -28,6 +28,11 @@ def engine_arguments(options: EngineOptions, model: str, known: type) -> dict[st
     """
     if options.kv_store is not None:
         raise EngineStartError("--kv-store: only the native engine keeps KV blocks this way; use --engine native")
+    if options.window_strategy != "auto":
+        raise EngineStartError(
+            f"--window-strategy {options.window_strategy}: vLLM decides this itself; use --engine native, or "
+            "--engine-arg for what vLLM offers"
+        )
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": options.dtype,

@@ -12,6 +12,7 @@ Blocks are counted in tokens. An entry of ratio r belongs to the block of its la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,6 +76,7 @@ class CacheSpec:
                 block_size=self.block_size,
                 bytes_per_block=self.block_size * self.window_record * self.window_layers,
                 window=self.config.sliding_window,
+                layers=len(self.schedule.layers),
             )
         ]
         if self.schedule.sources:
@@ -82,7 +84,9 @@ class CacheSpec:
             groups.insert(0, CacheGroup(GLOBAL, "prefix", self.block_size, per_block * self.entry_bytes))
         if self.schedule.pair_sources:
             rows = sum(ring_rows(s.ratio) for s in self.schedule.pair_sources)
-            groups.append(CacheGroup(PAIRS, "state", 1, rows * 2 * self.config.head_dim * 4))
+            multiple = math.lcm(*(s.ratio for s in self.schedule.pair_sources))
+            row_bytes = 2 * self.config.head_dim * 4
+            groups.append(CacheGroup(PAIRS, "state", 1, rows * row_bytes, hit_multiple=multiple))
         return tuple(groups)
 
 

@@ -139,13 +139,14 @@ class DeepSigV41Model:
             raise ValueError(f"decoder_replay is {value!r}, must be one of {', '.join(DECODER_REPLAYS)}")
         self.backbone.decoder_replay = value
 
-    def follow_strategy(self, strategy: str, decoder_replay: DecoderReplay = "paper") -> None:
+    def follow_strategy(self, strategy: str, *, decoder_replay: bool = True) -> None:
         """Fit the decoder side to the cache's window strategy (`CacheConfig.strategy`).
 
         Decoder replay leaves the decoder layers' windows incomplete, which only `bounded` allows: `full` and `periodic` keep
         windows for later requests, and `exact` promises the numbers of a full prefill.
         """
-        self.decoder_replay = decoder_replay if strategy == "bounded" else "off"
+        if strategy != "bounded" or not decoder_replay:
+            self.decoder_replay = "off"
 
     @property
     def counters(self) -> Counters:
@@ -189,4 +190,5 @@ def facts_of(parts: V41Parts, options: ModelOptions) -> ModelFacts:
         workspace_bytes=workspace_bytes(config, options),
         cache_groups=parts.spec.groups(),
         checkpoint_dtype=config.dtype,
+        image_token_id=config.image_token_id,
     )
