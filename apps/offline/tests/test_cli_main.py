@@ -75,6 +75,18 @@ def test_standard_input(cli, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "out.jsonl").read_bytes())["custom_id"] == "a"
 
 
+@pytest.mark.parametrize("name", ["out.partial", "out.journal"])
+def test_an_input_where_output_keeps_its_own_files_is_not_overwritten(cli, tmp_path, name):
+    """OUTPUT grows in a file beside it and is moved from there: an input of that name would be lost."""
+    content = (tmp_path / "in.jsonl").read_bytes()
+    (tmp_path / "in.jsonl").rename(tmp_path / name)
+    status, _, errors = cli("run", name, "-o", "out")
+    assert status == 2
+    assert f"are the same file, {name}" in one_sentence(errors)
+    assert (tmp_path / name).read_bytes() == content
+    assert not (tmp_path / "out").exists()
+
+
 START_ERRORS = {
     "no such file": (["nowhere.jsonl", "-o", "out"], ["INPUT nowhere.jsonl does not exist"]),
     "a folder": ([".", "-o", "out"], ["INPUT . is a folder"]),
@@ -86,6 +98,10 @@ START_ERRORS = {
     "report over input": (
         ["in.jsonl", "-o", "out", "--report", "in.jsonl"],
         ["INPUT and the report are the same file"],
+    ),
+    "report over OUTPUT's own files": (
+        ["in.jsonl", "-o", "out", "--report", "out.partial"],
+        ["OUTPUT's partial file and the report are the same file"],
     ),
     "report in no folder": (
         ["in.jsonl", "-o", "out", "--report", "no/r.json"],

@@ -48,7 +48,8 @@ def jobs(count, **body):
 
 
 def write(path, lines):
-    path.write_text("".join((entry if isinstance(entry, str) else json.dumps(entry)) + "\n" for entry in lines))
+    entries = [entry if isinstance(entry, str | bytes) else json.dumps(entry) for entry in lines]
+    path.write_bytes(b"".join((entry if isinstance(entry, bytes) else entry.encode()) + b"\n" for entry in entries))
     return path
 
 
@@ -231,6 +232,40 @@ def test_every_kind_of_line_among_good_ones(run):
     assert results[-1]["response"]["status_code"] == 200
     assert (run.facts.answered, run.facts.failed) == (len(bad) + 1, len(bad))
     assert any("of 21 lines are wrong" in note for note in run.notes.notes)
+
+
+UNREADABLE = {
+    "key twice": '{"custom_id": "a", "body": {"max_tokens": 1, "max_tokens": 2}}',
+    "not a number": '{"custom_id": "a", "body": {"temperature": NaN}}',
+    "half a surrogate": r'{"custom_id": "a", "body": {"prompt": "\ud83d"}}',
+    "not UTF-8": b'{"custom_id": "a", "body": {"prompt": "\xff"}}',
+    "too deep": '{"custom_id": "a", "body": ' + "[" * 150 + "]" * 150 + "}",
+}
+
+
+@pytest.mark.parametrize("raw", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_line_that_cannot_be_read_is_answered_under_its_name(run, raw):
+    results = run([raw, line("a", prompt="x")])
+    assert [result["custom_id"] for result in results] == ["a", "a"]
+    assert error_of(results[0])["message"].startswith("line 1: ")
+    assert error_of(results[1])["code"] == "duplicate_custom_id", "one name, one line, whatever is wrong with it"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        '{"custom_id": "a", "custom_id": "b"}',
+        '{"custom_id": 5, "n": NaN}',
+        r'{"custom_id": "\ud83d"}',
+        b'{"custom_id": "\xff"}',
+        '[["custom_id", "a"], NaN]',
+        '{"custom_id": "a"',
+    ],
+)
+def test_a_line_whose_name_is_in_doubt_is_answered_under_none(run, raw):
+    results = run([raw, line("b", prompt="x")])
+    assert results[0]["custom_id"] is None
+    assert results[1]["response"]["status_code"] == 200
 
 
 def test_a_request_that_the_engine_fails_on_has_no_response(run, monkeypatch):
@@ -580,7 +615,7 @@ def test_a_csv_file(run, tmp_path):
     csv.writer(text).writerows(rows)
     (tmp_path / "in.csv").write_bytes(b"\xef\xbb\xbf" + text.getvalue().encode() + b"bad \xff byte,1,,,\r\n")
     results = run(str(tmp_path / "in.csv"))
-    assert [entry["custom_id"] for entry in results] == ["row-1", "row-2", "row-3", None, "row-5", None]
+    assert [entry["custom_id"] for entry in results] == ["row-1", "row-2", "row-3", None, "row-5", "row-6"]
     assert [entry["response"]["status_code"] for entry in results] == [200, 200, 400, 400, 200, 400]
     tokens = [results[n]["response"]["body"]["usage"] for n in (0, 1, 4)]
     assert [usage["completion_tokens"] for usage in tokens] == [5, 6, 8]

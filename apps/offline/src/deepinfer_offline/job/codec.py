@@ -78,6 +78,27 @@ def decode_line(raw: bytes) -> Any:
     return value
 
 
+def find_string(raw: bytes, key: str) -> str | None:
+    """The string under a key of an object that `decode_line` refuses, so that the refusal can still be named by it.
+
+    Args:
+        raw: the line.
+        key: a key of the outermost object.
+
+    Returns:
+        None unless the line is an object for a lenient reader, has the key once and has a readable string there.
+    """
+    try:
+        pairs = _PAIRS.decode(raw.decode("utf-8", errors="replace"))
+        found = [value for name, value in pairs if name == key] if isinstance(pairs, tuple) else []
+        if len(found) != 1 or not isinstance(found[0], str) or "\ufffd" in found[0]:
+            return None
+        found[0].encode()
+    except (ValueError, RecursionError):
+        return None
+    return found[0]
+
+
 def _depth(value: Any) -> int:
     depth, level = 0, [value]
     while level:
@@ -103,3 +124,4 @@ def _no_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
+_PAIRS = json.JSONDecoder(object_pairs_hook=tuple)  # objects become tuples, so that equal keys stay apart

@@ -16,6 +16,7 @@ class LineError(ValueError):
         code: machine-readable reason.
         param: where in the request body the fault is, e.g. `messages[2].role`, or None.
         status: the HTTP status of the answer, 400..499.
+        custom_id: the line's name where the line itself cannot be read but its name can, else None.
     """
 
     def __init__(self, message: str, *, code: str = "invalid_value", param: str | None = None, status: int = 400):
@@ -24,6 +25,7 @@ class LineError(ValueError):
         self.code = code
         self.param = param
         self.status = status
+        self.custom_id: str | None = None
 
 
 class JobError(RuntimeError):

@@ -28,6 +28,11 @@ class Written:
     copied: int = 0
 
 
+def partial_path(path: Path) -> Path:
+    """Where an OUTPUT grows until it is whole."""
+    return path.with_name(path.name + ".partial")
+
+
 def write_output(
     path: Path, journal: Journal, index: JobIndex, lines: Iterator[Line], job: str, progress: Callable[[int], None]
 ) -> Written:
@@ -44,7 +49,7 @@ def write_output(
     Raises:
         JobError: the disk is full or failed. The journal is left as it is.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = partial_path(path)
     written = Written()
     done = journal.answered()
     copies = bool((~done).any())

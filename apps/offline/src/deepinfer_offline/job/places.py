@@ -7,6 +7,7 @@ from pathlib import Path
 
 from deepinfer_offline.job.errors import JobError
 from deepinfer_offline.job.options import JobOptions
+from deepinfer_offline.job.output import partial_path
 
 
 def check_places(options: JobOptions) -> None:
@@ -17,7 +18,11 @@ def check_places(options: JobOptions) -> None:
     """
     _check_writable(options.output, "OUTPUT")
     inputs = [("INPUT", Path(options.input))] if options.input != "-" else []
-    written = [("OUTPUT", options.output), ("OUTPUT's journal", options.journal)]
+    written = [
+        ("OUTPUT", options.output),
+        ("OUTPUT's journal", options.journal),
+        ("OUTPUT's partial file", partial_path(options.output)),
+    ]
     if options.report is not None:
         _check_writable(options.report, "the report")
         written.append(("the report", options.report))

@@ -96,11 +96,15 @@ def _judge(line: Line) -> tuple[bytes, bytes, bool]:
     id_hash = _EMPTY
     try:
         value = read_object(line)
-        name = name_of(value)
-        if name is not None and name.strip():
-            id_hash = hashlib.blake2b(name.encode(), digest_size=16).digest()
+        id_hash = _hash_id(name_of(value))
         return id_hash, greedy_key(parse_request(value)) or _EMPTY, False
-    except LineError:
-        return id_hash, _EMPTY, True
+    except LineError as error:
+        return id_hash if error.custom_id is None else _hash_id(error.custom_id), _EMPTY, True
     except Exception:  # a fault of ours: the second pass answers the line with it
         return id_hash, _EMPTY, True
+
+
+def _hash_id(name: str | None) -> bytes:
+    if name is None or not name.strip():
+        return _EMPTY
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()

@@ -120,7 +120,7 @@ class WindowMaker:
                 )
             return self._pending(record, line, key, parse_request(value))
         except LineError as error:
-            return Refused(record, error.status, refusal(key, custom_id, line.number, error))
+            return Refused(record, error.status, refusal(key, custom_id or error.custom_id, line.number, error))
         except Exception as error:  # a fault of ours must not cost the other lines their answers
             reason = f"internal error, {type(error).__name__}: {error}"
             return Refused(record, NO_RESPONSE, failure(key, custom_id, line.number, reason, "internal_error"))
