@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepinfer_cache.hashing import chain_hashes
+from deepinfer_cache.tiers import DiskTier
 from deepinfer_offline import LLM, SamplingParams
 from deepinfer_offline.engine.base import EngineStartError, EngineStats
 from safetensors.torch import save_file
@@ -205,22 +209,35 @@ def test_damaged_files_are_misses_with_a_warning(
     assert stats.extra["kv_store"]["loaded_pages"] > 0
 
 
+def test_a_damaged_file_is_read_once_and_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A request that waits for room looks for its pages in every step."""
+    disk, record = DiskTier(tmp_path, bytes(16), 64), np.arange(64, dtype=np.uint8)
+    disk.put(b"k" * 16, record)
+    flip_a_bit(page_files(tmp_path)[0])
+    with caplog.at_level(logging.WARNING, "deepinfer_cache"):
+        assert [disk.get(b"k" * 16) for _ in range(3)] == [None] * 3
+    assert len(caplog.records) == 1
+    disk.put(b"k" * 16, record)
+    found = disk.get(b"k" * 16)
+    assert found is not None
+    assert found.tolist() == record.tolist()
+
+
 def test_one_damaged_page_costs_what_follows_it(
     model: Path, tmp_path: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = prompts()
     run(model, ids[2:3], kv_store=tmp_path)
-    from deepinfer_cache.hashing import chain_hashes
-
     key = chain_hashes(ids[2], BLOCK)[20].hex()
     (file,) = tmp_path.glob(f"*/{key[:2]}/{key}.kv")
     flip_a_bit(file)
     with caplog.at_level(logging.WARNING, "deepinfer_cache"):
-        answers, stats = run(model, ids[2:3], kv_store=tmp_path)
-    assert answers == expected[2:3]
+        # The second request finds what the first one computes in small steps.
+        answers, stats = run(model, ids[2:3] * 2, kv_store=tmp_path, max_num_batched_tokens=32)
+    assert answers == expected[2:3] * 2
     assert [str(file) in record.getMessage() for record in caplog.records] == [True]
     assert stats.extra["kv_store"]["loaded_pages"] == 20
-    assert stats.cached_tokens == 20 * BLOCK
+    assert stats.cached_tokens == 20 * BLOCK + len(ids[2]) // BLOCK * BLOCK
     assert stats.extra["kv_store"]["saved_pages"] == 1
 
 
@@ -241,9 +258,6 @@ def test_other_weights_config_dtype_and_block_size_find_nothing(model: Path, tmp
 
 def test_one_changed_weight_is_another_model(model: Path, tmp_path: Path) -> None:
     """A change of one bit in place, with size and date kept, as a careless copy would."""
-    import os
-    import shutil
-
     store, copy = tmp_path / "store", tmp_path / "copy"
     shutil.copytree(model, copy)
     run(copy, prompts(1), kv_store=store)
@@ -315,6 +329,19 @@ def test_a_step_that_fails_saves_nothing(model: Path, tmp_path: Path) -> None:
     answers, stats = run(model, [[1] * 100, *prompts()], kv_store=tmp_path)
     assert answers == run(model, [[1] * 100, *prompts()], enable_prefix_caching=False)[0]
     assert stats.extra["kv_store"]["loaded_pages"] <= len(files)
+
+
+def test_pages_of_logits_that_failed_are_not_saved(model: Path, tmp_path: Path) -> None:
+    with LLM(model, dtype="float32", engine="native", device="cpu", block_size=BLOCK, kv_store=tmp_path) as llm:
+        runner = llm.engine._parts.runner  # pyrefly: ignore
+
+        def failing(batch: Any, cache: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        runner.model.forward = failing
+        with pytest.raises(RuntimeError, match="no memory"):
+            llm.logits(prompts()[0])
+    assert page_files(tmp_path) == []
 
 
 def test_a_move_that_fails_fails_the_step_that_would_read_it(model: Path, tmp_path: Path) -> None:
