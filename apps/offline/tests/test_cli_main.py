@@ -119,6 +119,11 @@ START_ERRORS = {
     "no memory": (["in.jsonl", "-o", "out", "--kv-memory", "0"], ["--kv-memory must be at least 1"]),
     "bad number": (["in.jsonl", "-o", "out", "--max-running", "many"], ["--max-running", "many"]),
     "zero": (["in.jsonl", "-o", "out", "--max-running", "0"], ["--max-running must be at least 1, got 0"]),
+    "seed of over 64 bits": (["in.jsonl", "-o", "out", "--seed", str(1 << 130)], ["--seed must be", str(1 << 130)]),
+    "no devices": (
+        ["in.jsonl", "-o", "out", "--tensor-parallel", "0"],
+        ["--tensor-parallel must be at least 1, got 0"],
+    ),
     "empty model": (["in.jsonl", "-o", "out", "--model", ""], ["--model is empty"]),
     "retry and fresh": (
         ["in.jsonl", "-o", "out", "--fresh", "--retry-errors"],

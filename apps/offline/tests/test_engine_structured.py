@@ -75,6 +75,13 @@ def test_a_bad_schema_fails_alone(llm: LLM) -> None:
     assert not llm.engine.has_unfinished()
 
 
+def test_a_bool_is_a_schema(llm: LLM) -> None:
+    refused, free = llm.generate([PROMPT] * 2, [form(json=False), form(json=True)])
+    assert refused.error is not None
+    assert "no JSON value fits" in str(refused.error)
+    assert free.error is None
+
+
 def test_the_synchronous_loop_gives_the_same(llm: LLM) -> None:
     asked = [
         form(json=SCHEMA),

@@ -54,6 +54,13 @@ def test_the_completions_shape_with_an_echoed_prompt():
     }
 
 
+def test_parts_of_characters_are_told_apart():
+    first, second = b"\xf0\x9f", b"\xe2"
+    shape = completion_logprobs([position(first, -0.1, (token(first, -0.1, 1), token(second, -4.0, 2)))])
+    assert shape["tokens"] == ["bytes:\\xf0\\x9f"]
+    assert shape["top_logprobs"] == [{"bytes:\\xf0\\x9f": -0.1, "bytes:\\xe2": -4.0}]
+
+
 def test_only_the_drawn_token_was_asked_for():
     assert completion_logprobs([position(b"a")])["top_logprobs"] is None
 

@@ -12,6 +12,7 @@ DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 ENGINES = ("auto", "native", "vllm")
 DEVICES = ("auto", "cpu", "cuda", "npu")
 DTYPES = ("auto", "bfloat16", "float32")
+SEEDS = (-(1 << 63), (1 << 64) - 1)  # what a line's own `seed` may be, too
 SPECULATIVE = ("off", "auto", "dspark", "ngram", "suffix")
 WINDOW_STRATEGIES = ("auto", "bounded", "full", "periodic", "exact")
 DEFAULT_PERIOD = 2048
@@ -122,8 +123,10 @@ class EngineOptions:
         _check_strategy(self.window_strategy)
         for name in ("kv_memory", "max_tokens_per_step", "max_running", "max_model_len", "block_size"):
             _at_least_one(name, getattr(self, name))
-        _at_least_one("tensor_parallel_size", self.tensor_parallel_size)
-        _at_least_one("data_parallel_size", self.data_parallel_size)
+        if not SEEDS[0] <= self.seed <= SEEDS[1]:
+            raise OptionsError(f"--seed must be a whole number from {SEEDS[0]} to {SEEDS[1]}, got {self.seed}")
+        _at_least_one("tensor_parallel", self.tensor_parallel_size)
+        _at_least_one("data_parallel", self.data_parallel_size)
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,7 +88,10 @@ def _spec(wanted: StructuredOutputs) -> Spec:
         message = f"structured output needs the package deepinfer-structured: {error}"
         raise RequestError(message, param="structured_outputs") from error
     try:
-        spec = Spec.from_structured_outputs({name: getattr(wanted, name) for name in StructuredOutputs.__slots__})
+        fields = {name: getattr(wanted, name) for name in StructuredOutputs.__slots__}
+        if isinstance(wanted.json, bool):  # a schema too, not a field that is switched off
+            fields["json"] = json.dumps(wanted.json)
+        spec = Spec.from_structured_outputs(fields)
     except StructuredError as error:
         raise _refusal(error) from error
     assert spec is not None

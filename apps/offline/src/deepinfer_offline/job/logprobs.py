@@ -33,6 +33,7 @@ def completion_logprobs(
 
     Returns:
         `tokens`, `token_logprobs`, `top_logprobs` and `text_offset`; offsets count characters of the choice's text.
+        A token that holds a part of a character is named by its bytes, `bytes:\\xf0\\x9f`: as text, they would all be one.
     """
     shape: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -43,10 +44,9 @@ def completion_logprobs(
             text, raw = next(unpredicted)
             number, top = None, None
         else:
-            text, raw = position.chosen.decoded, position.chosen.raw
+            text, raw = _name(position.chosen), position.chosen.raw
             number = clamp(position.chosen.logprob)
-            top = {token.decoded: clamp(token.logprob) for token in (position.chosen, *position.top)}
-            top = dict(sorted(top.items(), key=lambda item: -item[1])) if position.top else None
+            top = _by_name((position.chosen, *position.top)) if position.top else None
         shape["tokens"].append(text)
         shape["token_logprobs"].append(number)
         shape["top_logprobs"].append(top)
@@ -60,6 +60,22 @@ def completion_logprobs(
 def clamp(logprob: float) -> float:
     """A finite number for any log-probability: masked tokens have minus infinity, or no number at all."""
     return max(float(logprob), LOWEST) if math.isfinite(logprob) else LOWEST
+
+
+def _by_name(tokens: Sequence[TokenLogprob]) -> dict[str, float]:
+    """Log-probabilities by token, the likeliest first. Of tokens with the same bytes the likeliest counts."""
+    shown: dict[str, float] = {}
+    for token in sorted(tokens, key=lambda token: -clamp(token.logprob)):
+        shown.setdefault(_name(token), clamp(token.logprob))
+    return shown
+
+
+def _name(token: TokenLogprob) -> str:
+    try:
+        token.raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)
+    return token.decoded
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
