@@ -1,0 +1,183 @@
+"""Structured output in the engine: mixed batches at temperature 1, every finished answer validated, and what masks cost.
+
+The same requests run twice: once with their grammars, once with plain requests of the same lengths in their place. Both
+runs are interleaved alike and all free requests have a fixed length, so that masks (and the compilation of grammars on a
+thread of their own) are the only difference. The grammar library's view of the vocabulary is made before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jsonschema
+from deepinfer_offline import LLM, SamplingParams, StructuredOutputs
+from deepinfer_offline.engine.base import Engine, Request, RequestOutput
+from deepinfer_offline.engine.options import DEFAULT_MODEL
+
+_LOSS = 0.10
+_FIELDS: dict[str, Any] = {
+    "state": {"enum": ["new", "open", "closed"]},
+    "count": {"type": "integer", "minimum": 0, "maximum": 999},
+    "price": {"type": "number", "exclusiveMinimum": 0, "maximum": 50},
+    "ready": {"type": "boolean"},
+    "name": {"type": "string", "minLength": 1, "maxLength": 12},
+    "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+    "day": {"type": "string", "format": "date"},
+    "labels": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "uniqueItems": True, "maxItems": 3},
+    "sizes": {"type": "array", "items": {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 95}, "maxItems": 3},
+    "place": {"type": "object", "properties": {"x": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["x"],
+              "additionalProperties": False},
+    "note": {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 8}]},
+    "kind": {"oneOf": [{"const": "a"}, {"const": "b"}, {"type": "integer", "minimum": 0, "maximum": 9}]},
+}  # fmt: skip
+
+
+def schemas(count: int) -> list[dict[str, Any]]:
+    """`count` different closed objects of two or three fields."""
+    rng, found = random.Random(5), {}
+    while len(found) < count:
+        names = rng.sample(sorted(_FIELDS), rng.randint(2, 3))
+        schema = {
+            "type": "object",
+            "properties": {name: _FIELDS[name] for name in names},
+            "required": names[: rng.randint(1, len(names))],
+            "additionalProperties": False,
+        }
+        found[json.dumps(schema)] = schema
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One run of all requests: outputs by id, tokens a second of the free requests, seconds in all."""
+
+    outputs: dict[str, RequestOutput]
+    free_rate: float
+    seconds: float
+
+
+def _requests(llm: LLM, args: argparse.Namespace) -> list[Request]:
+    """Free and constrained requests in turn."""
+    tokenizer, wanted = llm.get_tokenizer(), schemas(args.schemas)
+    made = []
+    for i in range(args.requests):
+        free = SamplingParams(temperature=1.0, seed=i, max_tokens=args.free_tokens, ignore_eos=True)
+        made.append(Request(f"free-{i}", tokenizer.encode(f"Story {i}: once upon a time"), free))
+        schema = wanted[i % len(wanted)]
+        form = StructuredOutputs(json=schema)
+        bound = SamplingParams(temperature=1.0, seed=i, max_tokens=args.bound_tokens, structured_outputs=form)
+        prompt = f"Record {i} as compact JSON with the fields {', '.join(schema['properties'])}: "
+        made.append(Request(f"bound-{i}", tokenizer.encode(prompt), bound))
+    return made
+
+
+def _without_masks(requests: Sequence[Request], outputs: dict[str, RequestOutput]) -> list[Request]:
+    """The same requests; in the place of each constrained one a plain one as long as its answer was."""
+    made = []
+    for request in requests:
+        if request.params.structured_outputs is not None:
+            length = len(outputs[request.request_id].outputs[0].token_ids)
+            params = replace(request.params, structured_outputs=None, max_tokens=length, ignore_eos=True)
+            request = replace(request, params=params)
+        made.append(request)
+    return made
+
+
+def _drive(engine: Engine, requests: Sequence[Request]) -> Pass:
+    outputs: dict[str, RequestOutput] = {}
+    begin = last_free = time.perf_counter()
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished():
+        for output in engine.step():
+            outputs[output.request_id] = output
+            if output.request_id.startswith("free"):
+                last_free = time.perf_counter()
+    tokens = sum(len(o.outputs[0].token_ids) for name, o in outputs.items() if name.startswith("free"))
+    return Pass(outputs, tokens / (last_free - begin), time.perf_counter() - begin)
+
+
+def _judge(requests: Sequence[Request], outputs: dict[str, RequestOutput]) -> dict[str, int]:
+    """How the constrained answers ended: `valid`, `invalid`, `cut_by_length`, `failed`."""
+    found = dict.fromkeys(("valid", "invalid", "cut_by_length", "failed"), 0)
+    for request in requests:
+        form = request.params.structured_outputs
+        if form is None:
+            continue
+        output = outputs[request.request_id]
+        if output.error is not None:
+            found["failed"] += 1
+        elif output.outputs[0].finish_reason == "length":
+            found["cut_by_length"] += 1
+        else:
+            found["valid" if _is_valid(form.json, output.outputs[0].text) else "invalid"] += 1
+    return found
+
+
+def _is_valid(schema: Any, text: str) -> bool:
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    try:
+        return checker.is_valid(json.loads(text))
+    except ValueError:
+        return False
+
+
+def measure(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
+    """Run both kinds of passes `args.repeats` times in turn."""
+    warm = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputs(choice=["warm", "up"]))
+    llm.generate("warm up", warm)
+    requests = _requests(llm, args)
+    with_masks, without, counts = [], [], {}
+    for repeat in range(args.repeats):
+        made = _drive(llm.engine, requests)
+        if not repeat:
+            counts, plain = _judge(requests, made.outputs), _without_masks(requests, made.outputs)
+        with_masks.append(made)
+        without.append(_drive(llm.engine, plain))
+    masked, free = (statistics.median(p.free_rate for p in found) for found in (with_masks, without))
+    return {
+        "constrained": counts,
+        "schemas": args.schemas,
+        "free_tokens_per_second_with_masks": round(masked, 1),
+        "free_tokens_per_second_without": round(free, 1),
+        "ratio": round(masked / free, 3),
+        "ratios": [round(a.free_rate / b.free_rate, 3) for a, b in zip(with_masks, without, strict=True)],
+        "seconds_with_masks": round(statistics.median(p.seconds for p in with_masks), 1),
+        "seconds_without": round(statistics.median(p.seconds for p in without), 1),
+        "cores": os.cpu_count(),
+    }
+
+
+def run(argv: list[str]) -> int:
+    """Print the figures. Returns 1 if an answer is invalid or failed, or free requests lose more than 10 %."""
+    parser = argparse.ArgumentParser(prog="structured-engine", description=__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the model (default: the embedded one)")
+    parser.add_argument("--requests", type=int, default=200, help="constrained requests, and as many free ones")
+    parser.add_argument("--schemas", type=int, default=50)
+    parser.add_argument("--free-tokens", type=int, default=24)
+    parser.add_argument("--bound-tokens", type=int, default=96)
+    parser.add_argument("--running", type=int, default=32, help="sequences at a time")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    with LLM(
+        args.model, engine="native", device="cpu", kv_memory="512MiB", max_model_len=512, max_num_seqs=args.running,
+        enable_prefix_caching=False,
+    ) as llm:  # fmt: skip
+        found = measure(llm, args)
+    print(json.dumps(found) if args.json else "\n".join(f"{k:34} {v}" for k, v in found.items()))
+    counts = found["constrained"]
+    return int(bool(counts["invalid"] or counts["failed"]) or found["ratio"] < 1 - _LOSS)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
