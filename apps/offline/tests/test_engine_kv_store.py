@@ -277,7 +277,7 @@ def test_pages_pushed_out_of_the_device_come_back_from_the_store(
 ) -> None:
     """Memory for two prompts, five prompts twice, a few tokens a step: pages are loaded, saved and reused meanwhile."""
     page = LAYERS * 2 * KV_HEADS * BLOCK * DIM * 4
-    limits = {"kv_memory": 110 * page, "max_model_len": 400, "max_num_batched_tokens": 64}
+    limits: dict[str, Any] = {"kv_memory": 110 * page, "max_model_len": 400, "max_num_batched_tokens": 64}
     answers, stats = run(model, [*prompts(), *prompts()], kv_store=tmp_path, async_scheduling=asynchronous, **limits)
     assert answers == expected * 2
     assert stats.extra["kv_store"]["loaded_pages"] > 100
@@ -285,7 +285,7 @@ def test_pages_pushed_out_of_the_device_come_back_from_the_store(
 
 
 def test_bfloat16_pages_of_the_cpu_kernels(model: Path, tmp_path: Path) -> None:
-    options = {"dtype": "bfloat16", "block_size": 32, "max_num_seqs": 1}
+    options: dict[str, Any] = {"dtype": "bfloat16", "block_size": 32, "max_num_seqs": 1}
     cold = run(model, prompts(), **options)[0]
     assert run(model, prompts(), kv_store=tmp_path, **options)[0] == cold
     answers, warm = run(model, prompts(), kv_store=tmp_path, **options)
@@ -301,7 +301,7 @@ def test_v41_pages_come_back(tmp_path: Path) -> None:
     for group in hits[:2]:
         ids, hit = replay[f"g{group}_ids"].tolist(), int(replay[f"g{group}_hit"])
         store = tmp_path / str(group)
-        options = {"block_size": 1, "kv_store": store}
+        options: dict[str, Any] = {"block_size": 1, "kv_store": store}
         run(ORACLE / "dev-replay", [ids[:hit]], **options)
         with LLM(ORACLE / "dev-replay", dtype="float32", engine="native", device="cpu", **options) as llm:
             out = llm.generate([ids], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0]
