@@ -86,13 +86,8 @@ def prompts(count: int = 5) -> list[list[int]]:
 
 def run(folder: Path, ids: Sequence[Sequence[int]], **options: Any) -> tuple[list[list[int]], EngineStats]:
     """Answers, and the statistics after the engine was closed."""
-    settings = {
-        "dtype": "float32",
-        "engine": "native",
-        "block_size": BLOCK,
-        "max_num_seqs": 4,
-        "device": "cpu",
-    } | options
+    settings: dict[str, Any] = {"dtype": "float32", "engine": "native", "device": "cpu", "block_size": BLOCK}
+    settings.update({"max_num_seqs": 4, **options})
     with LLM(folder, **settings) as llm:
         outputs = llm.generate([list(prompt) for prompt in ids], GREEDY)
         engine = llm.engine
