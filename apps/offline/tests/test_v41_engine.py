@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from deepinfer_offline import LLM, SamplingParams
-from deepinfer_offline.engine.native import build as build_module
+from deepinfer_offline.engine.base import EngineStartError, RequestError
+from deepinfer_offline.engine.options import OptionsError
 
 ORACLE = Path(__file__).parent / "data" / "v41-oracle"
 REPLAY = np.load(ORACLE / "dev-replay" / "cases.npz")
@@ -82,36 +83,81 @@ def prompts(count: int) -> list[list[int]]:
     return [stems[i % 4][: 36 + i % 23] + rng.integers(0, 78, 4 + i % 9).tolist() for i in range(count)]
 
 
-def exact_engine(monkeypatch: pytest.MonkeyPatch, **options: Any) -> LLM:
-    """An engine whose hits replay L (W - 1) tokens and whose prompts pass every layer in full."""
-    original = build_module._limits
-
-    def limits(*args: Any) -> Any:
-        return replace(original(*args), strategy="exact", num_layers=7)
-
-    monkeypatch.setattr(build_module, "_limits", limits)
-    llm = LLM(ORACLE / "dev-replay", dtype="float32", engine="native", **options)
-    model_of(llm).follow_strategy("exact")
-    return llm
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    """Answers to `prompts(64)` with every row computed in every layer, and no prefix cache."""
+    with tiny(enable_prefix_caching=False, window_strategy="exact", max_num_seqs=64) as llm:
+        assert model_of(llm).decoder_replay == "off"
+        return answers(llm, prompts(64))
 
 
-def test_greedy_answers_are_equal_with_and_without_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefix cache on and off, asynchronous and synchronous, batch 1 and 64: one set of answers."""
-    asked = prompts(64)
-    found: dict[str, list[list[int]]] = {}
-    for name, options in {
-        "plain": {"enable_prefix_caching": False, "max_num_seqs": 64},
-        "cached": {"block_size": 1, "max_num_seqs": 64},
-        "one by one": {"block_size": 1, "max_num_seqs": 1},
-        "synchronous": {"block_size": 4, "max_num_seqs": 16, "async_scheduling": False},
-        "small steps": {"block_size": 2, "max_num_seqs": 8, "max_num_batched_tokens": 24},
-    }.items():
-        with exact_engine(monkeypatch, **options) as llm:
-            found[name] = answers(llm, asked)
-            if name == "one by one":
-                assert llm.stats().cached_tokens > 0
-    for name, got in found.items():
-        assert got == found["plain"], name
+def tiny(**options: Any) -> LLM:
+    return LLM(ORACLE / "dev-replay", dtype="float32", engine="native", **options)
+
+
+@pytest.mark.parametrize("strategy", ["exact", "full", "periodic", "periodic(8)"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 1, "max_num_seqs": 64},
+        {"block_size": 1, "max_num_seqs": 1},
+        {"block_size": 4, "max_num_seqs": 64, "async_scheduling": False},
+        {"block_size": 2, "max_num_seqs": 8, "max_num_batched_tokens": 24},
+    ],
+    ids=["batch 64", "batch 1", "synchronous", "small steps"],
+)
+def test_greedy_answers_are_equal_with_and_without_everything(
+    plain: list[list[int]], strategy: str, options: dict[str, Any]
+) -> None:
+    """Prefix cache on and off, asynchronous and synchronous, batch 1 and 64, strategies that promise a full prefill's numbers."""
+    some = slice(40 if options["max_num_seqs"] == 1 else 0, 64)
+    with tiny(window_strategy=strategy, **options) as llm:
+        assert answers(llm, prompts(64)[some]) == plain[some]
+        hits = llm.stats().cached_tokens
+    # `periodic` alone keeps a window every 2,048 tokens, which these prompts do not reach.
+    assert (hits > 0) == (strategy != "periodic")
+
+
+@pytest.mark.parametrize(("replay", "expected"), [(True, "paper"), (False, "off")])
+def test_bounded_is_the_default_and_decoder_replay_a_switch(
+    plain: list[list[int]], replay: bool, expected: str
+) -> None:
+    with tiny(block_size=1, decoder_replay=replay, enable_prefix_caching=False) as llm:
+        model, strategy = model_of(llm), llm.engine._parts.cache.config.strategy  # pyrefly: ignore
+        got = answers(llm, prompts(8))
+    assert (model.decoder_replay, strategy) == (expected, "bounded")
+    assert (got == plain[:8]) == (not replay)
+
+
+@pytest.mark.parametrize("strategy", ["full", "periodic(8)"])
+def test_odd_hit_is_cut_to_whole_pairs_where_nothing_is_replayed(strategy: str) -> None:
+    """A hit of an odd number of tokens finds no open pair: all 37 tokens are cached, and 36 count."""
+    ids = prompts(1)[0][:37]
+    with tiny(block_size=1, window_strategy=strategy, max_num_seqs=2) as llm:
+        llm.generate([ids], ONE)
+        out = llm.generate([[*ids, 5, 6, 7]], GREEDY)[0]
+        hit = out.num_cached_tokens
+    with tiny(window_strategy="exact", enable_prefix_caching=False) as llm:
+        assert answers(llm, [[*ids, 5, 6, 7]]) == [list(out.outputs[0].token_ids)]
+    assert hit == (
+        36 if strategy == "full" else 37
+    )  # `periodic` computes the odd token again, from its window at 32 on
+
+
+def test_window_strategy_needs_windows_and_whole_blocks() -> None:
+    with pytest.raises(EngineStartError, match="period must be a multiple of 4 tokens"):
+        tiny(block_size=4, window_strategy="periodic(6)")
+    with pytest.raises(OptionsError, match="periodic\\(N\\)"):
+        tiny(window_strategy="periodic(0)")
+
+
+def test_image_ids_are_refused_in_a_sentence() -> None:
+    with tiny() as llm:
+        image, text = llm.generate([[1, 2, 78, 3], [1, 2, 3]], ONE)
+        assert "id 78 at position 2, which stands for an image" in str(image.error)
+        assert text.error is None
+        with pytest.raises(RequestError, match="no images"):
+            llm.logits([78])
 
 
 def test_counted_work_of_a_job() -> None:

@@ -269,7 +269,9 @@ def test_decoder_replay_follows_the_window_strategy(strategy: str) -> None:
     """Only `bounded` may leave windows of the decoder layers incomplete."""
     model = DeepSigV41Model.load(resolve_model(str(FOLDER)), ModelOptions("cpu", torch.float32, 64, 1, 64, 4))
     assert model.decoder_replay == "paper"
-    model.follow_strategy(strategy)
+    model.follow_strategy(strategy, decoder_replay=True)
     assert model.decoder_replay == ("paper" if strategy == "bounded" else "off")
+    model.follow_strategy(strategy, decoder_replay=False)
+    assert model.decoder_replay == "off"
     with pytest.raises(ValueError, match="must be one of paper, vllm, off"):
         model.decoder_replay = "half"  # pyrefly: ignore

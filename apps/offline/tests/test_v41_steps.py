@@ -62,6 +62,52 @@ def test_any_split_gives_the_same_logits_and_entries(name: str, data: st.DataObj
         assert torch.equal(one, other)
 
 
+def first_flip(whole: Session, other: Session, tokens: int) -> tuple[int, int]:
+    """First position whose stored FP8 or FP4 codes differ (`tokens` without any), and how many bytes differ in all."""
+    model, first, count = whole.model, tokens, 0
+    ratios = [source.ratio for source in model.schedule.sources for _ in range(2)]
+    pairs = list(zip(ratios, global_entries(whole, 0, tokens), global_entries(other, 0, tokens), strict=True))
+    size, positions = model.options.block_size, torch.arange(tokens)
+    slots = [torch.from_numpy(s.tables["window"][0]).long()[positions // size] * size + positions % size
+             for s in (whole, other)]  # fmt: skip
+    pairs += [(1, a[slots[0]], b[slots[1]]) for a, b in zip(whole.cache.window, other.cache.window, strict=True)]
+    for ratio, one, two in pairs:
+        flipped = one != two
+        count += int(flipped.sum())
+        if flipped.any():
+            first = min(first, int(flipped.any(1).nonzero()[0]) * ratio + ratio - 1)
+    return first, count
+
+
+@pytest.mark.parametrize("name", ["dev-backbone", "dev-engram", "dev-quant"])
+def test_logits_differ_only_after_a_flipped_code(name: str) -> None:
+    """Random prompts, unlike the oracle's, meet values that lie on the border of two FP8 or FP4 codes.
+
+    A chunk of another size sums in another order, 1e-7 apart, and such a value then takes the other code: a step of up to a third
+    of the value, which no tolerance covers. So: up to the first flipped code every row is within the tolerance, and flips are
+    rare. Counted over 16 runs of 60 tokens, some 20,000 stored bytes each: dev-backbone has flips in 6 runs, after which 112 of
+    960 rows are beyond the tolerance (59 of them in one run whose second token flips), dev-engram in 1 run, 18 rows.
+    """
+    model, rng = load(name), np.random.default_rng(5)
+    runs, flipped_runs, flipped_bytes, moved_rows = 16, 0, 0, 0
+    for run in range(runs):
+        if run % 2 == 0:
+            ids = rng.integers(0, 78, 60)
+            whole = Session(model, capacity=64)
+            expected = whole.prefill(0, ids, keep_all=True, wanted=None)
+        cuts = np.sort(rng.choice(np.arange(1, 60), rng.integers(1, 9), replace=False))
+        session = Session(model, capacity=64, seed=1)
+        got = session.prefill(0, ids, np.diff([0, *cuts, 60]).tolist(), keep_all=True, wanted=None)
+        difference = (got - expected).abs().amax(1)
+        first, count = first_flip(whole, session, 60)
+        assert (difference[:first] <= TOLERANCE).all(), f"run {run}: rows differ before the first flip at {first}"
+        flipped_runs, flipped_bytes = flipped_runs + (count > 0), flipped_bytes + count
+        moved_rows += int((difference > TOLERANCE).sum())
+    counted = f"{flipped_runs} of {runs} runs with flips, {flipped_bytes} bytes, {moved_rows} of {60 * runs} rows moved"
+    assert flipped_runs <= runs // 2, counted
+    assert moved_rows <= 60 * runs // 5, counted
+
+
 @pytest.mark.parametrize("name", ["dev-backbone", "dev-engram", "dev-quant"])
 def test_token_by_token_decode_equals_the_whole_sequence(name: str) -> None:
     model, ids = load(name), prompt(name, 0)

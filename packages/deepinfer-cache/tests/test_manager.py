@@ -229,3 +229,41 @@ def test_every_contradiction_is_found(spoil):
     with pytest.raises(IntegrityError) as found:
         integrity.check(cache)
     assert found.value.problems
+
+
+PAIRS = (
+    CacheGroup("kv", "prefix", 1),
+    CacheGroup("swa", "window", 1, window=8),
+    CacheGroup("pairs", "state", hit_multiple=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "groups", "found", "start"),
+    [
+        ("full", PAIRS, 20, 20),  # nothing is replayed, so nobody would rebuild the pair of tokens 20 and 21
+        ("bounded", PAIRS, 21, 13),
+        ("exact", PAIRS, 21, 14),
+        ("bounded", (PAIRS[0], PAIRS[2]), 20, 20),
+        ("full", PAIRS[:2], 21, 21),
+        ("full", (CacheGroup("kv", "prefix", 3), CacheGroup("pairs", "state", hit_multiple=2)), 18, 18),
+    ],
+)
+def test_a_hit_ends_where_state_is_empty_unless_it_is_rebuilt(strategy, groups, found, start):
+    cache = make(pages=40, groups=groups, strategy=strategy)
+    compute(cache, 0, list(range(21)))
+    hit = compute(cache, 1, list(range(25)))
+    assert (hit.length, hit.start) == (found, start)
+    assert len(hit.pages) * cache.page_size == found
+    integrity.check(cache)
+
+
+def test_kept_windows_end_where_state_is_empty():
+    with pytest.raises(CacheConfigError, match="multiple of 2"):
+        make(groups=PAIRS, strategy="periodic(5)")
+
+
+@pytest.mark.parametrize("multiple", [0, -2])
+def test_hit_multiple_is_positive(multiple):
+    with pytest.raises(CacheConfigError, match=f"hit_multiple {multiple}"):
+        CacheGroup("pairs", "state", hit_multiple=multiple)
