@@ -96,6 +96,12 @@ def run(
     kv_store: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep KV blocks here for later runs.", rich_help_panel=_SPEED)
     ] = None,
+    kv_store_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Most that DIR may hold, e.g. 200GiB; the oldest go first.", rich_help_panel=_SPEED
+        ),
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(parser=_whole, metavar="N", help="Tokens in a KV block.", rich_help_panel=_SPEED)
     ] = None,
@@ -186,8 +192,9 @@ def run(
             engine=engine,
             device=device,
             dtype=dtype,
-            kv_memory=None if kv_memory is None else _bytes(kv_memory),
+            kv_memory=_bytes("--kv-memory", kv_memory),
             kv_store=kv_store,
+            kv_store_size=_bytes("--kv-store-size", kv_store_size),
             max_tokens_per_step=max_tokens_per_step,
             max_running=max_running,
             max_model_len=max_model_len,
@@ -215,9 +222,7 @@ def run(
 
 
 def _run(options: JobOptions, traceback: bool) -> int:
-    from rich.console import Console
-
-    from deepinfer_offline.job.progress import open_reporter
+    from deepinfer_offline.job.progress import Messages, open_reporter
     from deepinfer_offline.job.report import make_report, print_summary, write_report
     from deepinfer_offline.job.run import Job
 
@@ -228,7 +233,7 @@ def _run(options: JobOptions, traceback: bool) -> int:
     if options.report is not None and (job.facts.finished or job.facts.records):
         write_report(options.report, report)
     if not options.quiet and job.facts.finished and job.facts.stats is not None:
-        print_summary(Console(stderr=True), report)
+        print_summary(Messages(), report)
     return status
 
 
@@ -241,7 +246,8 @@ def _attempt(job: Job, options: JobOptions, traceback: bool, end_progress: Calla
         return INTERRUPTED
     except Exception as error:
         end_progress()
-        return explain(error, traceback=traceback, kept=_kept(options))
+        begun = "running" in job.facts.seconds
+        return explain(error, traceback=traceback, kept=_kept(options) if begun else "")
     return SOME_FAILED if job.facts.failed else ALL_ANSWERED
 
 
@@ -263,11 +269,11 @@ def _kept(options: JobOptions) -> str:
     return f"; what was answered is kept in {options.journal}, run the same command again to go on"
 
 
-def _bytes(text: str) -> int:
+def _bytes(flag: str, text: str | None) -> int | None:
     try:
-        return parse_bytes(text)
+        return None if text is None else parse_bytes(text)
     except OptionsError as error:
-        raise OptionsError(f"--kv-memory {error}") from error
+        raise OptionsError(f"{flag} {error}") from error
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -68,6 +68,7 @@ class EngineOptions:
         dtype: type of weights and activations; `auto` takes the best that the device is fast at.
         kv_memory: bytes for the KV cache; None lets the engine choose from what is free.
         kv_store: a folder that keeps KV blocks for later runs; None keeps nothing.
+        kv_store_size: most bytes in that folder, the least recently used go first; None sets no limit.
         max_tokens_per_step: most tokens one forward pass computes; None lets the engine choose.
         max_running: most sequences that run at once; None lets the engine choose.
         max_model_len: longest prompt and answer together, in tokens; None takes the model's own limit.
@@ -98,6 +99,7 @@ class EngineOptions:
     dtype: str = "auto"
     kv_memory: int | None = None
     kv_store: Path | None = None
+    kv_store_size: int | None = None
     max_tokens_per_step: int | None = None
     max_running: int | None = None
     max_model_len: int | None = None
@@ -121,7 +123,7 @@ class EngineOptions:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("speculative", self.speculative, SPECULATIVE)
         _check_strategy(self.window_strategy)
-        for name in ("kv_memory", "max_tokens_per_step", "max_running", "max_model_len", "block_size"):
+        for name in ("kv_memory", "kv_store_size", "max_tokens_per_step", "max_running", "max_model_len", "block_size"):
             _at_least_one(name, getattr(self, name))
         if not SEEDS[0] <= self.seed <= SEEDS[1]:
             raise OptionsError(f"--seed must be a whole number from {SEEDS[0]} to {SEEDS[1]}, got {self.seed}")

@@ -159,7 +159,7 @@ def _compose(
     page_bytes = prefix_page_bytes(facts.cache_groups, plan.config)
     pages, tiers = None, None
     if options.kv_store is not None:
-        tiers = open_tiers(options.kv_store, source, model, plan.config, page_bytes)
+        tiers = open_tiers(options.kv_store, source, model, plan.config, page_bytes, options.kv_store_size)
         pages = NativePages(plan.config, page_bytes)
     cache = CacheManager(plan.config, pages, tiers)
     table = SamplingTable(asked.max_running)

@@ -83,8 +83,12 @@ def check_folder(folder: Path) -> None:
         raise EngineStartError(f"--kv-store: cannot make the folder {folder}: {error.strerror}") from error
 
 
-def open_tiers(folder: Path, source: ModelSource, model: Model, config: CacheConfig, page_bytes: int) -> TieredStore:
+def open_tiers(
+    folder: Path, source: ModelSource, model: Model, config: CacheConfig, page_bytes: int, max_bytes: int | None = None
+) -> TieredStore:
     """Host memory over the folder, under the fingerprint of all that decides what a page's bytes are.
+
+    `max_bytes` bounds the folder; the least recently used pages go first.
 
     Raises:
         EngineStartError: the folder cannot be written, or the model has no pages that can be shared.
@@ -103,7 +107,7 @@ def open_tiers(folder: Path, source: ModelSource, model: Model, config: CacheCon
         strategy=config.strategy,
     )
     try:
-        disk = DiskTier(folder, mark, page_bytes)
+        disk = DiskTier(folder, mark, page_bytes, max_bytes or 0)
     except CacheConfigError as error:
         raise EngineStartError(f"--kv-store: {error}") from error
     return TieredStore(HostTier(page_bytes, buffer=_host_buffer(page_bytes, model.options.device)), disk)
