@@ -87,6 +87,24 @@ def test_an_input_where_output_keeps_its_own_files_is_not_overwritten(cli, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_a_job_that_may_not_go_on_is_not_told_to_run_again(cli, tmp_path):
+    answers = '{"custom_id": "a"}\n'
+    (tmp_path / "out.journal").write_text(answers)
+    status, _, errors = cli("run", "in.jsonl", "-o", "out")
+    assert status == 2
+    assert "is not a journal" in errors
+    assert "run the same command again" not in errors
+    assert (tmp_path / "out.journal").read_text() == answers
+
+
+def test_no_requests(cli, tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n \n")
+    status, _, errors = cli("run", "in.jsonl", "-o", "out")
+    assert status == 0
+    assert "in.jsonl holds no requests" in errors
+    assert (tmp_path / "out").read_bytes() == b""
+
+
 START_ERRORS = {
     "no such file": (["nowhere.jsonl", "-o", "out"], ["INPUT nowhere.jsonl does not exist"]),
     "a folder": ([".", "-o", "out"], ["INPUT . is a folder"]),
@@ -94,6 +112,7 @@ START_ERRORS = {
     "same file by another name": (["in.jsonl", "-o", "./sub/../in.jsonl"], ["are the same file"]),
     "no such folder": (["in.jsonl", "-o", "no/out.jsonl"], ["the folder no does not exist"]),
     "output is a folder": (["in.jsonl", "-o", "sub"], ["sub is a folder"]),
+    "standard output": (["in.jsonl", "-o", "-"], ["OUTPUT cannot be standard output"]),
     "output is a device": (["in.jsonl", "-o", "/dev/null"], ["/dev/null is not a regular file"]),
     "report over input": (
         ["in.jsonl", "-o", "out", "--report", "in.jsonl"],

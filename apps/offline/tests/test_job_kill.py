@@ -103,3 +103,18 @@ def test_a_second_run_on_the_same_output_is_told_to_wait(tmp_path):
     assert first.poll() is None
     first.send_signal(signal.SIGINT)
     assert finish(first)[0] == 130
+
+
+def test_a_reader_of_messages_that_goes_away_does_not_end_the_job(tmp_path):
+    """`deepinfer run ... 2>&1 | head -1`."""
+    write_input(tmp_path / "in.jsonl")
+    output, report = tmp_path / "out.jsonl", tmp_path / "report.json"
+    command = [sys.executable, str(DRIVER), "run", str(tmp_path / "in.jsonl"), "-o", str(output)]
+    process = subprocess.Popen([*command, "--report", str(report)], stderr=subprocess.PIPE)
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1, "two lines are bad"
+    assert len(output.read_bytes().splitlines()) == LINES
+    assert json.loads(report.read_bytes())["finished"] is True
+    nowhere = subprocess.Popen([*command[:3], "nowhere", "-o", str(output)], stderr=subprocess.PIPE)
+    nowhere.stderr.close()
+    assert nowhere.wait(timeout=60) == 2

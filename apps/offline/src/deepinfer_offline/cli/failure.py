@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 import traceback as tracebacks
@@ -19,7 +20,8 @@ _EXPECTED = (JobError, EngineStartError, OptionsError)
 
 def complain(sentence: str) -> None:
     """Print one sentence about a failure."""
-    print(f"deepinfer: {' '.join(sentence.split())}", file=sys.stderr)
+    with contextlib.suppress(BrokenPipeError):  # no one reads it; the exit status says it, too
+        print(f"deepinfer: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
 
 
 def explain(error: Exception, *, traceback: bool, kept: str = "") -> int:

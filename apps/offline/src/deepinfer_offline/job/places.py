@@ -16,6 +16,8 @@ def check_places(options: JobOptions) -> None:
     Raises:
         JobError: one sentence about the first fault.
     """
+    if str(options.output) == "-":
+        raise JobError("OUTPUT cannot be standard output, because a run that is interrupted goes on in its file")
     _check_writable(options.output, "OUTPUT")
     inputs = [("INPUT", Path(options.input))] if options.input != "-" else []
     written = [

@@ -79,6 +79,17 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+class Messages(Console):
+    """Standard error. Nothing more is written when its reader is gone (`2>&1 | head`); the job goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True)
+
+    def on_broken_pipe(self) -> None:
+        """See Console, which would exit."""
+        self.quiet = True
+
+
 class LiveReporter:
     """A bar for terminals.
 
@@ -186,7 +197,7 @@ class SilentReporter:
 @contextmanager
 def open_reporter(quiet: bool) -> Generator[Reporter]:
     """The reporter that fits where standard error goes."""
-    console = Console(stderr=True)
+    console = Messages()
     reporter = SilentReporter() if quiet else LiveReporter(console) if console.is_terminal else PlainReporter(console)
     try:
         yield reporter

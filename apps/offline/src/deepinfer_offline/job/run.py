@@ -79,6 +79,8 @@ class Job:
             if self._is_finished(source, journal, index):
                 return
             self._recover(journal, index)
+        if not len(index):
+            self._reporter.note(f"{source.name} holds no requests")
         if index.bad:
             self._reporter.note(f"{index.bad:,} of {len(index):,} lines are wrong and will be answered with an error")
         work = Work.of(index, journal)
