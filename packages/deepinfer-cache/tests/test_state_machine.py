@@ -180,7 +180,7 @@ def test_life_goes_well():
     run_state_machine_as_test(
         Life,
         settings=settings(
-            max_examples=250,
+            max_examples=400,
             stateful_step_count=100,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -237,7 +237,7 @@ def test_every_job_gets_its_answers():
     run_state_machine_as_test(
         Jobs,
         settings=settings(
-            max_examples=250,
+            max_examples=100,
             stateful_step_count=100,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -49,13 +49,19 @@ def _print(facts: dict[str, Any]) -> None:
 
 def _tables(facts: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     word = {True: "yes", False: "no"}
-    devices = [(row["kind"], row["name"] or "", word[row["usable"]], row["detail"]) for row in facts["devices"]]
-    engines = [
+    devices: list[tuple[str, ...]] = [
+        (row["kind"], row["name"] or "", word[row["usable"]], row["detail"]) for row in facts["devices"]
+    ]
+    engines: list[tuple[str, ...]] = [
         (row["name"], word[row["usable"]], "takes it" if row["chosen"] else "", row["reason"] or "")
         for row in facts["engines"]
     ]
-    packages = [(row["name"], row["version"] or "missing", row["for"]) for row in facts["packages"]]
-    ops = [(row["op"], row["provider"], "yes" if row["chosen"] else "", row["reason"] or "") for row in facts["ops"]]
+    packages: list[tuple[str, ...]] = [
+        (row["name"], row["version"] or "missing", row["for"]) for row in facts["packages"]
+    ]
+    ops: list[tuple[str, ...]] = [
+        (row["op"], row["provider"], "yes" if row["chosen"] else "", row["reason"] or "") for row in facts["ops"]
+    ]
     tables: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = [
         ("devices", ("kind", "name", "usable", ""), devices),
         ("engines", ("name", "usable", "--engine auto", ""), engines),
