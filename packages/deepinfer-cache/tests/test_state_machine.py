@@ -176,7 +176,7 @@ class Life(RuleBasedStateMachine):
 
 
 def test_life_goes_well():
-    """25,000 steps; the other half of the 50,000 is the scheduler's machine."""
+    """40,000 steps; the other half of the 50,000 is the scheduler's machine."""
     run_state_machine_as_test(
         Life,
         settings=settings(

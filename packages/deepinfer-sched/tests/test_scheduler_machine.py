@@ -233,7 +233,7 @@ class Jobs(RuleBasedStateMachine):
 
 
 def test_every_job_gets_its_answers():
-    """25,000 steps; the other half of the 50,000 is the cache's machine."""
+    """Up to 10,000 steps; the cache's machine makes up to 40,000 more."""
     run_state_machine_as_test(
         Jobs,
         settings=settings(
