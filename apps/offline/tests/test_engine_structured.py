@@ -6,6 +6,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 
+import jsonschema
 import pytest
 from deepinfer_offline import LLM, SamplingParams, StructuredOutputs
 
@@ -110,3 +111,89 @@ def test_an_aborted_request_may_still_be_compiling(llm: LLM) -> None:
     llm.engine.abort("gone")
     assert not llm.engine.has_unfinished()
     assert llm.engine.step() == []
+
+
+KEYS = {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}
+SCHEMAS = [
+    SCHEMA,
+    {"type": "object", "properties": KEYS, "required": ["n"], "additionalProperties": False},
+    {"type": "array", "items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 1},
+    {"type": "object", "additionalProperties": {"enum": [1, 2]}, "minProperties": 3, "maxProperties": 4,
+     "propertyNames": {"pattern": "^[a-z]{1,6}$"}},
+    {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}, "required": ["day"],
+     "additionalProperties": False},
+    {"anyOf": [{"type": "null"}, {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 95}]},
+]  # fmt: skip
+
+
+def test_what_finishes_validates_among_free_requests(llm: LLM) -> None:
+    """Sampled at temperature 1, one step ahead; free requests say what they say without company."""
+    free = [SamplingParams(temperature=1.0, seed=i, max_tokens=8, ignore_eos=True) for i in range(4)]
+    bound = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=80, structured_outputs={"json": SCHEMAS[i % len(SCHEMAS)]})
+        for i in range(12)
+    ]
+    mixed = [*bound[:6], *free, *bound[6:]]
+    outputs = llm.generate([PROMPT] * len(mixed), mixed)
+    finished = 0
+    for params, output in zip(mixed, outputs, strict=True):
+        assert output.error is None
+        answer = output.outputs[0]
+        if params.structured_outputs is not None and answer.finish_reason == "stop":
+            finished += 1
+            checker = jsonschema.FormatChecker()
+            jsonschema.Draft202012Validator(params.structured_outputs.json, format_checker=checker).validate(
+                json.loads(answer.text)
+            )
+    assert finished >= 8
+    alone = llm.generate([PROMPT] * len(free), free)
+    assert [o.outputs[0].token_ids for o in alone] == [o.outputs[0].token_ids for o in outputs[6:10]]
+
+
+def test_a_grammar_with_no_way_on_ends_its_own_request_only(llm: LLM) -> None:
+    """Two texts fit the items, and three distinct ones are asked for: the masks come to an end, the batch does not."""
+    item = {"type": "string", "pattern": "^a{0,1}$"}
+    stuck = form(json={"type": "array", "items": item, "uniqueItems": True, "minItems": 3, "maxItems": 3})
+    plain = SamplingParams(temperature=0, max_tokens=20)
+    outputs = llm.generate([PROMPT] * 3, [stuck, plain, form(json=SCHEMA)])
+    assert outputs[0].error is not None
+    assert "no distinct array item" in str(outputs[0].error)
+    assert outputs[0].outputs == []
+    assert len(outputs[1].outputs[0].token_ids) == 20
+    assert outputs[2].outputs[0].finish_reason == "stop"
+    json.loads(outputs[2].outputs[0].text)
+    assert llm.generate(PROMPT, plain)[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+
+
+def test_an_answer_cut_inside_its_grammar_is_marked_so(llm: LLM) -> None:
+    cut, whole = llm.generate(
+        [PROMPT] * 2,
+        [SamplingParams(temperature=0, max_tokens=4, structured_outputs={"json": SCHEMA}), form(json=SCHEMA)],
+    )
+    assert cut.error is None
+    assert cut.outputs[0].finish_reason == "length"
+    assert len(cut.outputs[0].token_ids) == 4
+    assert whole.outputs[0].token_ids[:4] == cut.outputs[0].token_ids
+    with pytest.raises(ValueError, match=r"(?i)expecting|unterminated"):
+        json.loads(cut.outputs[0].text)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculation_changes_no_token_under_a_grammar(llm: LLM, temperature: float) -> None:
+    """A constrained row among drafted ones: its mask must meet its own draw, however many draws the others have."""
+    copy = "Repeat: the cat sat on the mat, the cat sat on the mat, the cat sat on the mat, the cat"
+    prompts = [copy, PROMPT, copy, PROMPT, PROMPT]
+    plain = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    bound = [
+        SamplingParams(temperature=temperature, seed=7, max_tokens=48, structured_outputs=wanted)
+        for wanted in ({"json": SCHEMA}, {"json": SCHEMAS[1]}, {"regex": "[A-Z][a-z]{3,8} [0-9]{4}"})
+    ]
+    asked = [plain, bound[0], plain, bound[1], bound[2]]
+    expected = [o.outputs[0].token_ids for o in llm.generate(prompts, asked)]
+    for drafter in ("suffix", "ngram"):
+        with LLM(dtype="float32", device="cpu", engine="native", kv_memory="64MiB", speculative=drafter) as other:
+            other.engine._parts.speculation._forced = True  # verify even where this machine's clock says not to
+            outputs = other.generate(prompts, asked)
+            assert [o.error for o in outputs] == [None] * len(asked)
+            assert other.stats().drafted_tokens > 0
+        assert [o.outputs[0].token_ids for o in outputs] == expected

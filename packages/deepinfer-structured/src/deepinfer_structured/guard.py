@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deepinfer_structured.bitmask import Mask
-from deepinfer_structured.guard_tables import SPACE, clear, tables
+from deepinfer_structured.guard_tables import SPACE, clear, offered, tables
 from deepinfer_structured.schema.unique_paths import Place, UniquePaths
 from deepinfer_structured.schema.values import canon, load
 from deepinfer_structured.vocab import Vocabulary
@@ -180,9 +180,9 @@ class Guard:
             if frame.guarded and frame.seen:
                 inside = frame is state.frame
                 if frame.is_array:
-                    clear(row, self._next_item(state, frame) if inside else self._closing(state, row, depth))
+                    clear(row, self._next_item(state, frame, row) if inside else self._closing(state, row, depth))
                 elif inside:
-                    clear(row, self._next_key(state, frame))
+                    clear(row, self._next_key(state, frame, row))
             frame, depth = frame.parent, depth + 1
 
     def along(self, row: Mask) -> list[int]:
@@ -204,8 +204,7 @@ class Guard:
                     spelled = _spelled(name)
                     found += [t for end in range(2, len(spelled)) for t in self._tables.opening.get(spelled[:end], ())]
             frame = frame.parent
-        words = row.view(np.uint32)
-        return [t for t in dict.fromkeys(found) if words[t // 32] >> (t % 32) & 1]
+        return offered(row, dict.fromkeys(found))
 
     @property
     def written(self) -> bytes:
@@ -215,7 +214,7 @@ class Guard:
     def _pending(self, state: State) -> bytes:
         return bytes(self._reader.text[state.start :]) if state.mode in ("key", "string", "scalar") else b""
 
-    def _next_key(self, state: State, frame: Frame) -> Iterable[int]:
+    def _next_key(self, state: State, frame: Frame, row: Mask) -> Iterable[int]:
         """Tokens that would complete the key at hand as a repetition."""
         if state.mode != "key" and (state.mode != "value" or frame.key):
             return ()
@@ -228,10 +227,15 @@ class Guard:
             if spelled.startswith(text):
                 found += table.starting(spelled[len(text) :])
         if state.mode == "value":
-            found += [t for t in table.spaced if self._reader.would_repeat(state, self.vocabulary.tokens[t])]
+            found += self._repeating(state, row, table.spaced)
         return found
 
-    def _next_item(self, state: State, frame: Frame) -> Iterable[int]:
+    def _repeating(self, state: State, row: Mask, tokens: Iterable[int]) -> list[int]:
+        """Those of some tokens that the mask offers and that repeat an item or a key. The reader reads no others."""
+        would_repeat, texts = self._reader.would_repeat, self.vocabulary.tokens
+        return [t for t in offered(row, tokens) if would_repeat(state, texts[t])]
+
+    def _next_item(self, state: State, frame: Frame, row: Mask) -> Iterable[int]:
         """Tokens that would complete the scalar item at hand as a repetition."""
         if state.mode == "after":
             return ()
@@ -249,10 +253,8 @@ class Guard:
                 if _scalar(text + run) in frame.seen:
                     found += ids
         if state.mode == "value":
-            reader = self._reader
             found += [t for b, value in _LITERALS.items() if value in frame.seen for t in table.starting(bytes([b]))]
-            found += [t for t in table.spaced if reader.would_repeat(state, self.vocabulary.tokens[t])]
-            found += [t for t in table.empties if reader.would_repeat(state, self.vocabulary.tokens[t])]
+            found += self._repeating(state, row, [*table.spaced, *table.empties])
         return found
 
     def _closing(self, state: State, row: Mask, depth: int) -> list[int]:

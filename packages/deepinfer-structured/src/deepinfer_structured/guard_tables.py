@@ -17,7 +17,14 @@ _RUN = re.compile(rb"([0-9+\-.eEtrufalsn]*)[,\]}\s]")
 _OPENING = re.compile(rb'.*[\s,]("[^"]+)', re.DOTALL)
 
 
+def offered(row: Mask, tokens: Iterable[int]) -> list[int]:
+    """Those of some tokens that a mask allows."""
+    words = row.view(np.uint32)
+    return [t for t in tokens if words[t // 32] >> (t % 32) & 1]
+
+
 def clear(row: Mask, tokens: Iterable[int]) -> None:
+    """Take tokens out of a mask, in place."""
     words = row.view(np.uint32)
     for token in tokens:
         words[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << (token % 32)))
