@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from deepinfer_offline import LLM, SamplingParams
+from deepinfer_offline.cli import run as run_module
+from deepinfer_offline.cli.main import call
 from deepinfer_offline.engine.base import EngineStartError, RequestError
 from deepinfer_offline.engine.options import OptionsError
 
@@ -149,6 +151,29 @@ def test_window_strategy_needs_windows_and_whole_blocks() -> None:
         tiny(block_size=4, window_strategy="periodic(6)")
     with pytest.raises(OptionsError, match="periodic\\(N\\)"):
         tiny(window_strategy="periodic(0)")
+
+
+@pytest.mark.parametrize("strategy", ["exact", "full"])
+def test_pages_of_a_store_serve_each_strategy(plain: list[list[int]], strategy: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"block_size": 1, "window_strategy": strategy, "kv_store": tmp_path}
+    for _ in range(2):
+        with tiny(**options) as llm:
+            assert answers(llm, prompts(64)[40:48]) == plain[40:48]
+            loaded = llm.stats().extra["kv_store"]["loaded_pages"]
+    assert loaded > 50
+
+
+def test_switches_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(run_module, "_run", lambda options, traceback: asked.append(options) or 0)
+    assert call(["run", "in.jsonl", "-o", "out.jsonl"]) == 0
+    assert call(["run", "in.jsonl", "-o", "o", "--window-strategy", "periodic(64)", "--no-decoder-replay"]) == 0
+    found = [(job.engine.window_strategy, job.engine.decoder_replay) for job in asked]
+    assert found == [("auto", True), ("periodic(64)", False)]
+    assert (
+        asked[0].fingerprint() != replace(asked[0], engine=replace(asked[0].engine, decoder_replay=False)).fingerprint()
+    )
+    assert call(["run", "in.jsonl", "-o", "out.jsonl", "--window-strategy", "half"]) == 2
 
 
 def test_image_ids_are_refused_in_a_sentence() -> None:

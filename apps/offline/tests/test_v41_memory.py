@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from deepinfer_cache import CacheConfig, CacheManager
-from deepinfer_offline.engine.native.memory import paged_groups, plan_cache
+from deepinfer_offline.engine.base import EngineStartError
+from deepinfer_offline.engine.native.memory import choose_strategy, paged_groups, plan_cache
+from deepinfer_offline.models.base import CacheGroup
 from deepinfer_offline.models.deepsig_v41.cache import V41Cache, allocate
 from deepinfer_offline.models.deepsig_v41.model import V41Parts
 
@@ -65,3 +67,25 @@ def test_full_windows_live_in_pages() -> None:
     assert manager.num_blocks("window") == pages
     assert (prefix_bytes(cache) + sum(pool.nbytes for pool in cache.window)) / (pages * 16) == RECORDS * 1.5 + 528 * 8
     assert cache.nbytes == plan.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("wanted", "block_size", "chosen"),
+    [
+        ("auto", 16, "bounded"),
+        ("exact", 16, "exact"),
+        ("periodic", 16, "periodic(2048)"),
+        ("periodic", 12, "periodic(2052)"),
+        ("periodic", 3, "periodic(2052)"),  # whole blocks and whole pairs: multiples of 6
+        ("periodic(48)", 16, "periodic(48)"),
+    ],
+)
+def test_strategy_of_a_model_with_windows(wanted: str, block_size: int, chosen: str) -> None:
+    assert choose_strategy(wanted, V41Parts.of(SLICE, block_size).spec.groups(), "slice") == chosen
+
+
+def test_strategy_of_a_model_without_windows() -> None:
+    groups = (CacheGroup("kv", "prefix", 16, 64),)
+    assert choose_strategy("auto", groups, "llama") == "bounded"  # the cache has no window to apply it to
+    with pytest.raises(EngineStartError, match="--window-strategy full: llama has no sliding windows"):
+        choose_strategy("full", groups, "llama")

@@ -64,3 +64,8 @@ def test_further_arguments_are_read_by_their_type(name, text, value):
 def test_a_wrong_argument_is_named(name, text, says):
     with pytest.raises(EngineStartError, match=says):
         arguments(engine_args=((name, text),))
+
+
+def test_window_strategy_is_the_native_engines():
+    with pytest.raises(EngineStartError, match="--window-strategy exact: vLLM decides this itself"):
+        arguments(window_strategy="exact")
