@@ -176,7 +176,7 @@ class Life(RuleBasedStateMachine):
 
 
 def test_life_goes_well():
-    """40,000 steps; the other half of the 50,000 is the scheduler's machine."""
+    """Up to 40,000 steps; the scheduler's machine makes up to 10,000 more."""
     run_state_machine_as_test(
         Life,
         settings=settings(
