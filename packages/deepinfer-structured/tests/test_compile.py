@@ -242,3 +242,11 @@ def test_without_llguidance_plain_schemas_still_work(byte_vocabulary, monkeypatc
     assert matcher.is_accepting
     with pytest.raises(UnsupportedSchema, match="minimum"):
         compile_spec(Spec.json_schema({"type": "integer", "minimum": 1}), byte_vocabulary)
+
+
+def test_a_complement_that_is_narrowed_is_named(byte_vocabulary):
+    closed = {"prefixItems": [True], "unevaluatedItems": False}
+    with pytest.raises(UnsupportedSchema, match=r"/not: keyword 'unevaluatedItems'"):
+        compile_spec(Spec.json_schema({"not": closed}), byte_vocabulary)
+    grammar = compile_spec(Spec.json_schema({"oneOf": [{"type": "array"}, closed]}), byte_vocabulary)
+    assert any("unevaluatedItems" in note for note in grammar.notes)

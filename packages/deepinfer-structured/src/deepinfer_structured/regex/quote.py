@@ -45,9 +45,27 @@ def terminal(node: Node, *, raw: bool = False) -> str:
     raise TypeError("a pattern is not a language")
 
 
+def quoted(node: Node) -> str:
+    """A terminal expression for the language's texts as JSON strings, with their quotes.
+
+    Intersections and complements are taken outside the quotes: the library then sees that most tokens continue the
+    string whatever is excluded, and fills masks a hundred times faster. Refers to C, U and Q of `definitions`.
+    """
+    match node:
+        case Both(parts):
+            wanted = [quoted(p) for p in parts if not isinstance(p, Not)] or ["Q"]
+            return "(" + " & ".join([*wanted, *(f"~({quoted(p.body)})" for p in parts if isinstance(p, Not))]) + ")"
+        case Not(body):
+            return f"(Q & ~({quoted(body)}))"
+        case Alt(options) if not is_plain(node):
+            return "(" + " | ".join(quoted(o) for o in _group_plain(options, Alt)) + ")"
+    return "Q" if node == ANY else f'("\\"" ({terminal(node)}) "\\"")'
+
+
 def definitions(*, raw: bool = False) -> str:
-    """The terminals that `terminal` refers to: C, one character, and U, any text."""
-    return f"C: /{plain(ANY_CHAR, raw=raw)}/\nU: /{plain(ANY, raw=raw)}/\n"
+    """The terminals that `terminal` and `quoted` refer to: C, one character, U, any text, and Q, U in quotes."""
+    strings = "" if raw else 'Q: "\\"" U "\\""\n'
+    return f"C: /{plain(ANY_CHAR, raw=raw)}/\nU: /{plain(ANY, raw=raw)}/\n{strings}"
 
 
 def _atom(node: Node, raw: bool) -> str:

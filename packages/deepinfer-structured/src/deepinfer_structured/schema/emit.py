@@ -7,10 +7,11 @@ from decimal import Decimal
 from typing import Any
 
 from deepinfer_structured.errors import LimitExceeded, UnsupportedSchema
+from deepinfer_structured.regex import ANY as ANY_TEXT
 from deepinfer_structured.regex import NEVER as NO_TEXT
 from deepinfer_structured.regex import Node as Language
+from deepinfer_structured.regex.quote import quoted as quoted_terminal
 from deepinfer_structured.regex.quote import quoted_literal
-from deepinfer_structured.regex.quote import terminal as text_terminal
 from deepinfer_structured.schema import cases as c
 from deepinfer_structured.schema import emit_array, emit_object, numbers
 from deepinfer_structured.schema.obligation import TOP, Obligation
@@ -72,11 +73,11 @@ class Emitter:
 
     def key(self, language: Language) -> Expr:
         """A property name in a language, with its quotes."""
-        return self.quoted(text_terminal(language)) if language != NO_TEXT else DEAD
+        return self.quoted(language) if language != NO_TEXT else DEAD
 
-    def quoted(self, content: str) -> Expr:
-        """A JSON string with the given content."""
-        return STRING if content == "U" else self.terminal(f'"\\"" ({content}) "\\""')
+    def quoted(self, language: Language) -> Expr:
+        """A JSON string with content in a language."""
+        return STRING if language == ANY_TEXT else self.terminal(quoted_terminal(language))
 
     def name(self, text: str) -> Expr:
         """One property name."""
@@ -148,7 +149,7 @@ class Emitter:
     def _string(self, case: c.String) -> Expr:
         if case.languages:
             language = string_language(case)
-            return DEAD if language == NO_TEXT else self.quoted(text_terminal(language))
+            return DEAD if language == NO_TEXT else self.quoted(language)
         if not case.low and case.high is None:
             return STRING
         if case.high == 0:

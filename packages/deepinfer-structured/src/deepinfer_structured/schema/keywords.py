@@ -65,8 +65,8 @@ def cases_of(solver: Solver, node: Node, type_: str, holds: bool) -> list[c.Case
                 found = found + [c.unseen(case) for case in factor.fails()]
             except UnsupportedSchema as error:
                 solver.dropped[error] = None
-    if holds and solver.document.uses_unevaluated:
-        found = _unevaluated(solver, node, type_, found)
+    if solver.document.uses_unevaluated:
+        return _unevaluated(solver, node, type_, found) if holds else _narrowed(solver, node, type_, found)
     return found
 
 
@@ -250,6 +250,15 @@ _LOGIC: dict[str, Callable[[Solver, Node, str], Iterator[Factor]]] = {
     "not": _not,
     "if": _if,
 }
+
+
+def _narrowed(solver: Solver, node: Node, type_: str, found: list[c.Case]) -> list[c.Case]:
+    """A complement without the values that fail `unevaluated*` alone: they are left out, and that is said."""
+    keyword = {"object": "unevaluatedProperties", "array": "unevaluatedItems"}.get(type_, "")
+    if node.draft >= 2019 and node.schema.get(keyword, True) is not True:
+        reason = "values that fail it are not expressible where the schema must not hold"
+        solver.dropped[UnsupportedSchema(node.pointer, keyword, reason, "state what such values are like")] = None
+    return found
 
 
 def _unevaluated(solver: Solver, node: Node, type_: str, found: list[c.Case]) -> list[c.Case]:
