@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from deepinfer_sched import StepPlan
+
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.models.base import BatchCascade, CacheGroup, ForwardBatch, HostBatch
-from deepinfer_sched import StepPlan
 
 TableSource = Callable[[str], np.ndarray]
 """`CacheManager.block_table`: group name -> int32 [max_running, columns], indexed by slot."""
