@@ -1,0 +1,7 @@
+"""Settings of every test process, made before anything imports torch."""
+
+import os
+
+# Tests are many small processes on shared machines: threads that spin for each other would make them crawl there.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
