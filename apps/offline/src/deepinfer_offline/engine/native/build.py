@@ -211,12 +211,14 @@ def _info(source: ModelSource, model: Model, plan: CachePlan) -> EngineInfo:
 def _check_supported(options: EngineOptions) -> None:
     """Refuse what this engine does not do, instead of doing something else silently."""
     parallel: Mapping[str, int] = {
-        "tensor-parallel-size": options.tensor_parallel_size,
-        "data-parallel-size": options.data_parallel_size,
+        "tensor-parallel": options.tensor_parallel_size,
+        "data-parallel": options.data_parallel_size,
     }
     for name, size in parallel.items():
         if size > 1:
             raise EngineStartError(f"--{name} {size}: the native engine runs on one device; use --engine vllm")
+    if options.expert_parallel:
+        raise EngineStartError("--expert-parallel: the native engine runs on one device; use --engine vllm")
     if options.engine_args:
         names = ", ".join(name for name, _ in options.engine_args)
         raise EngineStartError(f"--engine-arg {names}: the native engine takes none; use --engine vllm")
