@@ -29,7 +29,7 @@ def core(llm):
 
 def ask(llm):
     prompt = [5, 6, 7, 8] * 12
-    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, allowed_token_ids=[5, 6, 7, 8])
     return list(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids)
 
 def counters(llm):
