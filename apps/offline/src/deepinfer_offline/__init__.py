@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
     from deepinfer_offline.sampling.params import SamplingParams, StructuredOutputs
 
 __all__ = ["LLM", "Completion", "RequestError", "RequestOutput", "SamplingParams", "StructuredOutputs"]
+
+# libgomp reads this when torch loads it. Its threads spin for each other between operations, by default so long that any
+# other work on the machine makes a step several times slower; a short spin costs an idle machine next to nothing.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _HOMES = {
     "LLM": "deepinfer_offline.llm",
