@@ -18,8 +18,12 @@ def apply_masks(logits: torch.Tensor, rows: np.ndarray, masks: np.ndarray) -> No
     """
     vocab = logits.shape[-1]
     bits = np.unpackbits(np.ascontiguousarray(masks).view(np.uint8), axis=1, count=vocab, bitorder="little")
-    forbidden = np.ones((len(rows), vocab), np.bool_)
-    forbidden[:, : bits.shape[1]] = bits == 0
+    forbidden = bits == 0  # bits past the last word are 0
+    if logits.device.type == "cpu":  # row by row in place: half the time of taking the rows out and putting them back
+        values = logits.numpy()
+        for row, closed in zip(rows.tolist(), forbidden, strict=True):
+            np.copyto(values[row], -np.inf, where=closed)
+        return
     index = _to(rows, logits)
     logits[index] = logits[index].masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
 

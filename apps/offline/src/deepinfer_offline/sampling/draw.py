@@ -11,6 +11,7 @@ from deepinfer_offline.sampling.select import select_limits
 
 _SORTED = 4096  # vocabularies up to this size are sorted on a CPU too
 _PIECE = 256  # tokens summed at once; two levels keep the search cheap at 100,000 tokens
+_LOG2_E = 1.4426950408889634
 
 
 def draw(logits: torch.Tensor, table: SamplingTable, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
@@ -36,8 +37,9 @@ def filtered_weights(logits: torch.Tensor, table: SamplingTable, slots: np.ndarr
     The likeliest token weighs 1. Ties with the last kept token are kept, so the result does not depend on a sort.
     """
     device = logits.device
-    heat = torch.from_numpy(table.temperature[slots]).to(device, non_blocking=True)[:, None]
-    weights = torch.exp((logits - logits.amax(dim=-1, keepdim=True)) / heat)
+    # 2^x instead of e^x: MKL's e^x takes 4 to 20 times as long where the result is 0 or nearly 0, as forbidden tokens' is.
+    scale = torch.from_numpy((_LOG2_E / table.temperature[slots]).astype(np.float32)).to(device, non_blocking=True)
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).mul_(scale[:, None]).exp2_()
     floor = table.min_p[slots]
     if (floor > 0).any():
         limit = torch.from_numpy(floor).to(device, non_blocking=True)[:, None]
