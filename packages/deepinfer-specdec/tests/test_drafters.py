@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from deepinfer_specdec import Drafter, NgramDrafter, SuffixDrafter, create_drafter
+from deepinfer_specdec import Draft, Drafter, NgramDrafter, SuffixDrafter, create_drafter
 from deepinfer_specdec.drafters.automaton import ROOT, SuffixAutomaton
 from deepinfer_specdec.errors import SpecDecodeError, UnknownNameError
 from hypothesis import given, settings
@@ -104,6 +104,38 @@ def test_protocol_limits_and_unknown_sequences(name: str) -> None:
         create_drafter("medusa")
     with pytest.raises(SpecDecodeError, match="allowed: >= 1"):
         create_drafter(name, max_draft=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["ngram", "suffix"]), TEXT, st.lists(st.integers(0, 3), max_size=30), st.floats(0.0, 1.0))
+def test_a_floor_only_cuts_what_is_worth_nothing(name: str, text: list[int], more: list[int], floor: float) -> None:
+    """Up to the first guess below the floor the draft is the one without a floor, and that guess is its last."""
+    drafts = []
+    for used in (0.0, floor):
+        drafter = create_drafter(name, max_draft=6)
+        drafter.begin(0, text)
+        for token in more:  # teaches the confidences; equally in both, drafts are made before and after
+            drafter.propose([0])
+            drafter.extend(0, [token])
+        drafts.append(drafter.propose([0], floor=used))
+    whole, cut = drafts
+    below = np.flatnonzero(whole.survivals()[0, : whole.counts[0]] < np.float32(floor) * (1 - 1e-6))
+    kept = int(below[0]) + 1 if below.size else int(whole.counts[0])
+    assert cut.counts[0] == kept
+    assert cut.token_ids[0, :kept].tolist() == whole.token_ids[0, :kept].tolist()
+    assert cut.confidences[0, :kept].tolist() == whole.confidences[0, :kept].tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 99), st.floats(0, 1, width=32)), max_size=5), max_size=6))
+def test_packing_keeps_every_row(rows: list[list[tuple[int, float]]]) -> None:
+    draft = Draft.from_rows([[t for t, _ in row] for row in rows], [[c for _, c in row] for row in rows], 5)
+    for row, wanted in enumerate(rows):
+        assert draft.counts[row] == len(wanted)
+        assert draft.token_ids[row].tolist() == [t for t, _ in wanted] + [-1] * (5 - len(wanted))
+        assert draft.confidences[row].tolist() == [c for _, c in wanted] + [0.0] * (5 - len(wanted))
+    with pytest.raises(SpecDecodeError, match="allowed: equal"):
+        Draft.from_rows([[1, 2]], [[0.5]])
 
 
 def test_suffix_memory_is_bounded_and_survives_the_turnover() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,17 +83,18 @@ class Draft:
         """Pack ragged one-hot guesses; `width` defaults to the longest row (at least 1)."""
         if width is None:
             width = max(1, max((len(row) for row in rows), default=1))
-        token_ids = np.full((len(rows), width), PAD, dtype=np.int32)
-        packed = np.zeros((len(rows), width), dtype=np.float32)
-        counts = np.zeros(len(rows), dtype=np.int32)
-        for index, (row, sure) in enumerate(zip(rows, confidences, strict=True)):
-            if len(row) != len(sure) or len(row) > width:
+        lengths = [len(row) for row in rows]
+        for index, (length, sure) in enumerate(zip(lengths, confidences, strict=True)):
+            if length != len(sure) or length > width:
                 raise DraftShapeError(
-                    f"row {index}: {len(row)} tokens, {len(sure)} confidences; allowed: equal, <= {width}"
+                    f"row {index}: {length} tokens, {len(sure)} confidences; allowed: equal, <= {width}"
                 )
-            counts[index] = len(row)
-            token_ids[index, : len(row)] = row
-            packed[index, : len(row)] = sure
+        counts = np.array(lengths, dtype=np.int32)
+        inside = np.arange(width, dtype=np.int32) < counts[:, None]
+        token_ids = np.full((len(rows), width), PAD, dtype=np.int32)
+        token_ids[inside] = list(chain.from_iterable(rows))
+        packed = np.zeros((len(rows), width), dtype=np.float32)
+        packed[inside] = list(chain.from_iterable(confidences))
         return cls(token_ids, counts, packed)
 
 

@@ -33,16 +33,23 @@ class Drafter(Protocol):
     def extend(self, sequence: int, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Append tokens that the engine emitted for the sequence (verified ones only)."""
 
-    def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None) -> Draft:
+    def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None, floor: float = 0.0) -> Draft:
         """Guess for `sequences`, one row each, in that order.
 
         Args:
             sequences: names of live sequences.
             limits: int32 [R], at most this many tokens per row; None for `max_draft`. Never more than `max_draft`.
+            floor: survival below which a guess is worth nothing to the caller. A row may end with its first guess
+                below it: that one is still made, so that the drafter goes on learning how good such guesses are.
         """
 
     def end(self, sequence: int) -> None:
         """Forget a finished or preempted sequence. Unknown names are ignored."""
+
+
+def row_limits(limits: NDArray[np.int32] | None, rows: int, most: int) -> list[int]:
+    """The `limits` of `Drafter.propose` as a list [rows] of numbers up to `most`."""
+    return [most] * rows if limits is None else np.minimum(limits, most).tolist()
 
 
 class FeatureDrafter(Drafter, Protocol):

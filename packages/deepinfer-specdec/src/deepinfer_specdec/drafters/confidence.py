@@ -60,15 +60,22 @@ class MatchConfidence:
         self._record.pop(sequence, None)
         self._pending.pop(sequence, None)
 
-    def estimate(self, sequence: int, guess: list[int], features: list[int]) -> list[float]:
-        """Confidences of `guess`, whose tokens have the feature buckets `features`; remembers both until `settle`."""
-        if not guess:
+    def odds(self, sequence: int) -> float:
+        """How much likelier to be right (as odds) this sequence's guesses are than the pooled view says."""
+        right, expected, trials = self._record[sequence]
+        return ((right + 1.0) / (trials - right + 1.0)) / ((expected + 1.0) / (trials - expected + 1.0))
+
+    def confidence(self, column: int, bucket: int, odds: float) -> float:
+        """Probability that a guess in `column` with feature `bucket` is right, for a sequence of these `odds`."""
+        pooled = self._table[column][bucket]
+        return pooled * odds / (1.0 - pooled + pooled * odds)
+
+    def remember(self, sequence: int, guess: list[int], features: list[int]) -> None:
+        """Keep a guess and the feature buckets of its tokens until `settle`; it replaces the one before."""
+        if guess:
+            self._pending[sequence] = (guess, features, 0)
+        else:
             self._pending.pop(sequence, None)
-            return []
-        self._pending[sequence] = (guess, features, 0)
-        odds = self._odds(sequence)
-        pooled = [self._table[column][bucket] for column, bucket in enumerate(features)]
-        return [p * odds / (1.0 - p + p * odds) for p in pooled]
 
     def settle(self, sequence: int, emitted: list[int]) -> None:
         """Score the last guess against the tokens that followed, up to the first wrong one. What `emitted` does not reach
@@ -94,11 +101,6 @@ class MatchConfidence:
     def waits(self, sequence: int) -> bool:
         """Whether a guess of the sequence is still being scored."""
         return sequence in self._pending
-
-    def _odds(self, sequence: int) -> float:
-        """How much likelier to be right (as odds) this sequence's guesses are than the pooled view says."""
-        right, expected, trials = self._record[sequence]
-        return ((right + 1.0) / (trials - right + 1.0)) / ((expected + 1.0) / (trials - expected + 1.0))
 
     def _count(self, column: int, bucket: int, right: bool) -> None:
         trials = self._trials[column, bucket]

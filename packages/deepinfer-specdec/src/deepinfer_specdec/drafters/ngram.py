@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_specdec.draft import Draft
+from deepinfer_specdec.drafters.base import row_limits
 from deepinfer_specdec.drafters.confidence import MatchConfidence, match_bucket
 from deepinfer_specdec.errors import SpecDecodeError
 
@@ -122,18 +123,29 @@ class NgramDrafter:
         self._histories[sequence].append_all(added)
         self.confidence.settle(sequence, added)
 
-    def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None) -> Draft:
+    def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None, floor: float = 0.0) -> Draft:
         """See `Drafter.propose`."""
         rows: list[list[int]] = []
         sure: list[list[float]] = []
-        for row, sequence in enumerate(sequences):
-            limit = self.max_draft if limits is None else min(int(limits[row]), self.max_draft)
+        for sequence, limit in zip(sequences, row_limits(limits, len(sequences), self.max_draft), strict=True):
             history = self._histories[sequence]
             end, length = history.lookup()
-            guess = history.copy_from(end, limit) if length else []
+            bucket = match_bucket(length)
+            confidences = self._confidences(sequence, bucket, limit if length else 0, floor)
+            guess = history.copy_from(end, len(confidences)) if confidences else []
+            self.confidence.remember(sequence, guess, [bucket] * len(guess))
             rows.append(guess)
-            sure.append(self.confidence.estimate(sequence, guess, [match_bucket(length)] * len(guess)))
+            sure.append(confidences)
         return Draft.from_rows(rows, sure, self.max_draft)
+
+    def _confidences(self, sequence: int, bucket: int, limit: int, floor: float) -> list[float]:
+        """Of up to `limit` guesses with one match; the first whose survival is below `floor` is the last."""
+        odds, survival = self.confidence.odds(sequence), 1.0
+        found: list[float] = []
+        while len(found) < limit and survival >= floor:
+            found.append(self.confidence.confidence(len(found), bucket, odds))
+            survival *= found[-1]
+        return found
 
     def end(self, sequence: int) -> None:
         """See `Drafter.end`."""

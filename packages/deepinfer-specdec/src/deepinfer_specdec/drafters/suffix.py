@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from deepinfer_specdec.draft import Draft
 from deepinfer_specdec.drafters.automaton import ROOT, SuffixAutomaton
+from deepinfer_specdec.drafters.base import row_limits
 from deepinfer_specdec.drafters.confidence import MATCH_BUCKETS, MatchConfidence, match_bucket
 from deepinfer_specdec.errors import SpecDecodeError
 
@@ -62,15 +63,14 @@ class SuffixDrafter:
         self._append_all(sequence, added)
         self.confidence.settle(sequence, added)
 
-    def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None) -> Draft:
+    def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None, floor: float = 0.0) -> Draft:
         """See `Drafter.propose`."""
         rows: list[list[int]] = []
         sure: list[list[float]] = []
-        for row, sequence in enumerate(sequences):
-            limit = self.max_draft if limits is None else min(int(limits[row]), self.max_draft)
-            guess, features = self._walk(self._states[sequence][0], limit)
+        for sequence, limit in zip(sequences, row_limits(limits, len(sequences), self.max_draft), strict=True):
+            guess, confidences = self._guess(sequence, limit, floor)
             rows.append(guess)
-            sure.append(self.confidence.estimate(sequence, guess, features))
+            sure.append(confidences)
         return Draft.from_rows(rows, sure, self.max_draft)
 
     def end(self, sequence: int) -> None:
@@ -78,11 +78,14 @@ class SuffixDrafter:
         self._states.pop(sequence, None)
         self.confidence.end(sequence)
 
-    def _walk(self, state: int, limit: int) -> tuple[list[int], list[int]]:
-        automaton = self._old
+    def _guess(self, sequence: int, limit: int, floor: float) -> tuple[list[int], list[float]]:
+        """Up to `limit` tokens and their confidences; the first whose survival is below `floor` is the last."""
+        automaton, confidence = self._old, self.confidence
+        state, odds, survival = self._states[sequence][0], confidence.odds(sequence), 1.0
         guess: list[int] = []
         features: list[int] = []
-        while len(guess) < limit:
+        confidences: list[float] = []
+        while len(guess) < limit and survival >= floor:
             token, target, count, total = automaton.likeliest(state)
             while token < 0 and state != ROOT:  # this context was only ever seen at a text's end
                 state = automaton.link(state)
@@ -90,10 +93,14 @@ class SuffixDrafter:
             length = automaton.length(state)
             if token < 0 or length < self._min_match:
                 break
+            bucket = match_bucket(length) * _SHARE_BUCKETS + _share_bucket(count, total)
+            confidences.append(confidence.confidence(len(guess), bucket, odds))
+            survival *= confidences[-1]
             guess.append(token)
-            features.append(match_bucket(length) * _SHARE_BUCKETS + _share_bucket(count, total))
+            features.append(bucket)
             state = target
-        return guess, features
+        confidence.remember(sequence, guess, features)
+        return guess, confidences
 
     def _append_all(self, sequence: int, added: list[int]) -> None:
         states = self._states[sequence]

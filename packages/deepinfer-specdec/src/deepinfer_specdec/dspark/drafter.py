@@ -100,8 +100,8 @@ class DSparkDrafter:
                 held[layer : layer + 1] = [joined]
 
     @torch.inference_mode()
-    def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None) -> Draft:
-        """See `Drafter.propose`. Only context before the anchor is attended."""
+    def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None, floor: float = 0.0) -> Draft:
+        """See `Drafter.propose`. Only context before the anchor is attended. A block is drawn whole, whatever `floor`."""
         rows = [self._followed[sequence] for sequence in sequences]
         width = self.max_draft
         counts = np.full(len(rows), width, np.int32) if limits is None else np.clip(limits, 0, width).astype(np.int32)
