@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from .attention import sparse_mla_decode, sparse_mla_prefill
     from .experts import MxLinear, PackedExperts, dequantize, moe_experts, mx_linear, prepare_experts
     from .llama import MarkovStep, apply_bitmask, markov_step, paged_gqa, sample
+    from .llama_rows import argmax, cache_slots, llama_norm, rope_insert, silu_mul
     from .mhc import HyperMix, MhcStep, mhc_collapse, mhc_post, mhc_pre, mhc_step
     from .parallel import ExpertParallel
     from .providers import MeasuredChoice, find_library
+    from .router import router
     from .rows import compress, engram_gather, kv_gather, kv_insert, norm_rope_insert, rms_norm, rope
-    from .selection import candidate_mask, indexer_logits, router, topk_lowest_index
+    from .selection import candidate_mask, indexer_logits, topk_lowest_index
     from .weights import MxWeights, mx_weights, pack_sm90
 
 _LAZY = {
@@ -39,6 +41,11 @@ _LAZY = {
     "apply_bitmask": "llama",
     "markov_step": "llama",
     "paged_gqa": "llama",
+    "argmax": "llama_rows",
+    "cache_slots": "llama_rows",
+    "llama_norm": "llama_rows",
+    "rope_insert": "llama_rows",
+    "silu_mul": "llama_rows",
     "sample": "llama",
     "HyperMix": "mhc",
     "MhcStep": "mhc",
@@ -55,7 +62,7 @@ _LAZY = {
     "rope": "rows",
     "candidate_mask": "selection",
     "indexer_logits": "selection",
-    "router": "selection",
+    "router": "router",
     "topk_lowest_index": "selection",
     "MxWeights": "weights",
     "mx_weights": "weights",
@@ -81,6 +88,8 @@ __all__ = [
     "RecordFormat",
     "UnsupportedDeviceError",
     "apply_bitmask",
+    "argmax",
+    "cache_slots",
     "candidate_mask",
     "capability_table",
     "compress",
@@ -92,6 +101,7 @@ __all__ = [
     "is_supported",
     "kv_gather",
     "kv_insert",
+    "llama_norm",
     "markov_step",
     "mhc_collapse",
     "mhc_post",
@@ -106,8 +116,10 @@ __all__ = [
     "prepare_experts",
     "rms_norm",
     "rope",
+    "rope_insert",
     "router",
     "sample",
+    "silu_mul",
     "sparse_mla_decode",
     "sparse_mla_prefill",
     "topk_lowest_index",

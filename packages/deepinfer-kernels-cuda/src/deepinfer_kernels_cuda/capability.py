@@ -82,6 +82,11 @@ OPS: dict[str, OpSupport] = {
     "engram_gather": OpSupport(_PORTABLE),
     "markov_step": OpSupport(_PORTABLE),
     "paged_gqa": OpSupport(_PORTABLE),
+    "cache_slots": OpSupport(_PORTABLE),
+    "llama_norm": OpSupport(_PORTABLE),
+    "rope_insert": OpSupport(_PORTABLE),
+    "silu_mul": OpSupport(_PORTABLE),
+    "argmax": OpSupport(_PORTABLE),
     "sample": OpSupport(_PORTABLE),
     "apply_bitmask": OpSupport(_PORTABLE),
 }

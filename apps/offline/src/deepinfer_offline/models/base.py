@@ -207,6 +207,22 @@ class FollowsStrategy(Protocol):
 
 
 @runtime_checkable
+class Capturable(Protocol):
+    """A model whose decode steps can be captured as CUDA graphs.
+
+    In such a step every row computes one token. `forward` and `logits` are called with a batch whose tensors stay where they
+    are and whose `host` carries shapes and upper bounds only: `seq_lens` are the limit, and there are no tables.
+    """
+
+    def capture_limit(self, longest: int) -> int | None:
+        """Positions that one captured step serves, for a step whose longest sequence has `longest`.
+
+        Few values of the result, since each is captured by itself; None where the step cannot be captured.
+        """
+        ...
+
+
+@runtime_checkable
 class Model(Protocol):
     """A loaded model. `forward` writes the cache in place; everything else is a query."""
 

@@ -18,7 +18,7 @@ class Linear(Protocol):
         ...
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [T, N] + x W^T + b. Neither input is changed."""
+        """residual [T, N] + x W^T + b. The residual may be overwritten."""
         ...
 
 

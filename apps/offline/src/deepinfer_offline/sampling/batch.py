@@ -90,6 +90,7 @@ class SamplingBatch:
             before. Read for penalties only.
         mask_rows: int64 [m] on the host: rows that a grammar constrains, or None.
         masks: int32 [m, ceil(vocab / 32)] on the host: bit t of word t // 32 allows token t, or None.
+        likeliest: int64 [n] on the device: the argmax of the untouched logits, where it is known already.
     """
 
     slots: np.ndarray
@@ -97,6 +98,7 @@ class SamplingBatch:
     tokens: torch.Tensor | None = None
     mask_rows: np.ndarray | None = None
     masks: np.ndarray | None = None
+    likeliest: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,9 @@ class Sampler:
         """
         table, slots = self.table, batch.slots
         adjusted = self._adjust(logits, batch)
-        ids = adjusted.argmax(dim=-1)
         random = np.flatnonzero(table.temperature[slots] > 0)
+        known = batch.likeliest if adjusted is logits else None
+        ids = known if known is not None else adjusted.argmax(dim=-1)
         if len(random):
             whole = len(random) == len(slots)
             rows = torch.from_numpy(random).to(logits.device, non_blocking=True)

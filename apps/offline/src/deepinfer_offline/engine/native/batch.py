@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from deepinfer_sched import StepPlan
 
 from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.engine.native.transfers import upload
 from deepinfer_offline.models.base import BatchCascade, CacheGroup, ForwardBatch, HostBatch
 
 TableSource = Callable[[str], np.ndarray]
@@ -122,20 +122,30 @@ def plan_inputs(
 def device_batch(inputs: StepInputs, tokens: TokenBuffer, device: str) -> ForwardBatch:
     """Put the inputs on the device and read the token ids, which the step before may just have written."""
     host = inputs.host
-
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
+    token_index, positions, query_starts, seq_lens, slots, floors, write_floors, logit_rows, *tables = upload(
+        [
+            inputs.token_index,
+            inputs.positions,
+            host.query_starts,
+            host.seq_lens,
+            host.slots,
+            host.floors,
+            host.write_floors,
+            host.logit_rows,
+            *host.block_tables.values(),
+        ],
+        device,
+    )
     return ForwardBatch(
-        token_ids=tokens.gather(put(inputs.token_index)),
-        positions=put(inputs.positions),
-        query_starts=put(host.query_starts),
-        seq_lens=put(host.seq_lens),
-        slots=put(host.slots),
-        floors=put(host.floors),
-        write_floors=put(host.write_floors),
-        logit_rows=put(host.logit_rows),
-        block_tables={name: put(table) for name, table in host.block_tables.items()},
+        token_ids=tokens.gather(token_index),
+        positions=positions,
+        query_starts=query_starts,
+        seq_lens=seq_lens,
+        slots=slots,
+        floors=floors,
+        write_floors=write_floors,
+        logit_rows=logit_rows,
+        block_tables=dict(zip(host.block_tables, tables, strict=True)),
         cascades=inputs.cascades,
         tokens=tokens.data,
         host=host,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,9 @@ from deepinfer_offline.engine.native.batch import (
     device_batch,
     plan_inputs,
 )
+from deepinfer_offline.engine.native.graphs import make_graphs
 from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.engine.native.transfers import Download, StepClock, upload
 from deepinfer_offline.engine.native.worker import InlineWorker, ThreadWorker, Worker
 from deepinfer_offline.models.base import Model
 from deepinfer_offline.sampling.batch import Logprobs, SampledTokens, SamplingBatch
@@ -73,10 +74,48 @@ class Flight:
     """A launched step."""
 
     plan: StepPlan
-    future: Future[StepResult]
+    future: Future[_Enqueued]
 
     def done(self) -> bool:
         return self.future.done()
+
+
+@dataclass(frozen=True, slots=True)
+class _Enqueued:
+    """A step whose work is enqueued; on a CPU it is also done.
+
+    Attributes:
+        plan: the step.
+        samples: what it draws.
+        verified: ids and counts by plan row of a step with drafts, which are known already; else None.
+        ids: the drawn ids, on their way to the host.
+        logprobs: of the draws, on the device or on their way.
+        prompts: log-probabilities of prompt tokens.
+        clock: of the step.
+    """
+
+    plan: StepPlan
+    samples: SampleRows
+    verified: tuple[np.ndarray, np.ndarray] | None
+    ids: Download
+    logprobs: _LogprobsDownload
+    prompts: tuple[PromptLogprobs, ...]
+    clock: StepClock
+
+    def result(self) -> StepResult:
+        """Wait for the device."""
+        ids, counts = self.verified or self._drawn()
+        logprobs = self.logprobs.wait()
+        rows = self.samples.plan_rows
+        return StepResult(self.plan, ids, counts, logprobs, rows, self.prompts, self.clock.seconds())
+
+    def _drawn(self) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.zeros((self.plan.num_rows, 1), np.int32)
+        counts = np.zeros(self.plan.num_rows, np.int32)
+        for drawn in self.ids.wait():
+            ids[self.samples.plan_rows, 0] = drawn.numpy()
+            counts[self.samples.plan_rows] = 1
+        return ids, counts
 
 
 class ModelRunner:
@@ -116,6 +155,7 @@ class ModelRunner:
         # threads, and OpenMP cuts the spinning of all teams short when they outnumber the processors.
         self.tokens = self._worker.submit(lambda: TokenBuffer(options.max_running, columns, options.device)).result()
         self.cache: Any = self._worker.submit(lambda: model.allocate_cache(num_blocks)).result()
+        self._graphs = make_graphs(model, self.cache, self.tokens)
 
     # --- sequences -------------------------------------------------------------------------------------------
 
@@ -183,7 +223,7 @@ class ModelRunner:
 
     def collect(self, flight: Flight) -> StepResult:
         """Wait for a step. Raises what the step raised."""
-        return flight.future.result()
+        return flight.future.result().result()
 
     def close(self) -> None:
         """Stop the worker. May be called again."""
@@ -193,50 +233,59 @@ class ModelRunner:
 
     def _run(
         self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None, moves: Sequence[Future[Any]] = ()
-    ) -> StepResult:
-        start = time.perf_counter()
+    ) -> _Enqueued:
+        clock = StepClock(self.model.options.device)
         for done in moves:
             done.result()
-        batch = device_batch(inputs, self.tokens, self.model.options.device)
-        hidden = self.model.forward(batch, self.cache)
-        prompts = tuple(self._score_prompt(rows, hidden) for rows in inputs.prompts)
-        drawn = self._draw(plan, inputs, hidden, masks)
-        ids, counts, logprobs = self._accept(plan, inputs.samples, drawn)
-        seconds = time.perf_counter() - start
-        return StepResult(plan, ids, counts, logprobs, inputs.samples.plan_rows, prompts, seconds)
+        captured = self._graphs.run(inputs) if self._graphs is not None else None
+        prompts: tuple[PromptLogprobs, ...] = ()
+        if captured is None:
+            batch = device_batch(inputs, self.tokens, self.model.options.device)
+            hidden = self.model.forward(batch, self.cache)
+            prompts = tuple(self._score_prompt(rows, hidden) for rows in inputs.prompts)
+            drawn = self._draw(plan, inputs.samples, self._logits(inputs, hidden), masks)
+        else:
+            drawn = self._draw(plan, inputs.samples, captured.logits, masks, captured.likeliest)
+        verified = self._verified(plan, inputs.samples, drawn) if drawn is not None and plan.drafts.any() else None
+        ids = Download([] if drawn is None or verified is not None else [drawn.ids])
+        logprobs = _LogprobsDownload(None if drawn is None else drawn.logprobs)
+        clock.stop()
+        return _Enqueued(plan, inputs.samples, verified, ids, logprobs, prompts, clock)
 
-    def _draw(
-        self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, masks: MaskSource | None
-    ) -> SampledTokens | None:
-        """Draw, and write the ids where the next step reads them."""
+    def _logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits of the draws, or None without any."""
         samples = inputs.samples
         if not len(samples.slots):
             return None
         whole = len(samples.logits) == len(inputs.host.logit_rows)
-        logits = self.model.logits(hidden if whole else hidden[self._put(samples.logits)])
+        return self.model.logits(hidden if whole else hidden[self._put(samples.logits)])
+
+    def _draw(
+        self,
+        plan: StepPlan,
+        samples: SampleRows,
+        logits: torch.Tensor | None,
+        masks: MaskSource | None,
+        likeliest: torch.Tensor | None = None,
+    ) -> SampledTokens | None:
+        """Draw, and write the ids where the next step reads them (`likeliest` are there already)."""
+        if logits is None:
+            return None
         found = masks(samples) if masks is not None else None
         mask_rows, mask_bits = found if found is not None else (None, None)
-        rows = SamplingBatch(samples.slots, samples.positions, self.tokens.data, mask_rows, mask_bits)
+        rows = SamplingBatch(samples.slots, samples.positions, self.tokens.data, mask_rows, mask_bits, likeliest)
         drawn = self._sample(logits, rows)
-        if not plan.drafts.any():  # a verified row must not overwrite its drafts before they are compared
+        # A verified row must not overwrite its drafts before they are compared.
+        if drawn.ids is not likeliest and not plan.drafts.any():
             self.tokens.scatter(self._put(self.tokens.flat_index(samples.slots, samples.positions)), drawn.ids)
         return drawn
 
-    def _accept(
-        self, plan: StepPlan, samples: SampleRows, drawn: SampledTokens | None
-    ) -> tuple[np.ndarray, np.ndarray, Logprobs | None]:
+    def _verified(self, plan: StepPlan, samples: SampleRows, drawn: SampledTokens) -> tuple[np.ndarray, np.ndarray]:
         """Ids by plan row. A draft is accepted when it is the token drawn at its position, given those before."""
         ids = np.zeros((plan.num_rows, 1 + int(plan.drafts.max(initial=0))), np.int32)
         counts = np.zeros(plan.num_rows, np.int32)
-        if drawn is None:
-            return ids, counts, None
-        host_ids = drawn.ids.cpu().numpy().astype(np.int32)
-        counts[samples.plan_rows] = 1
-        if plan.drafts.any():
-            self._verify(plan, samples, host_ids, ids, counts)
-        else:
-            ids[samples.plan_rows, 0] = host_ids
-        return ids, counts, _on_host(drawn.logprobs)
+        self._verify(plan, samples, drawn.ids.cpu().numpy().astype(np.int32), ids, counts)
+        return ids, counts
 
     def _verify(
         self, plan: StepPlan, samples: SampleRows, drawn: np.ndarray, ids: np.ndarray, counts: np.ndarray
@@ -261,27 +310,37 @@ class ModelRunner:
             successors = self.tokens.data[rows.slot, first : first + len(chunk)].long()
             logits = self.model.logits(hidden[self._put(chunk)])
             found = gather_logprobs(logits, successors, rows.top, np.arange(start, start + len(chunk)))
-            parts.append(_on_host(found))
+            parts.append(_LogprobsDownload(found).wait())
         return PromptLogprobs(rows.slot, rows.first, _join(parts))
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.model.options.device, non_blocking=True)
+        return upload([array], self.model.options.device)[0]
 
     def _check(self, future: Future[Any]) -> None:
         if future.done():  # an inline worker: raise here instead of losing the error
             future.result()
 
 
-def _on_host(found: Logprobs | None) -> Logprobs | None:
-    if found is None:
-        return None
-    tensors = ("chosen", "ranks", "top_ids", "top_values")
-    return replace(found, **{name: getattr(found, name).cpu() for name in tensors})
+_TENSORS = ("chosen", "ranks", "top_ids", "top_values")
+
+
+class _LogprobsDownload:
+    """Log-probabilities on their way to the host."""
+
+    def __init__(self, found: Logprobs | None) -> None:
+        self._found = found
+        self._copies = Download([] if found is None else [getattr(found, name) for name in _TENSORS])
+
+    def wait(self) -> Logprobs | None:
+        if self._found is None:
+            return None
+        chosen, ranks, top_ids, top_values = self._copies.wait()
+        return Logprobs(self._found.rows, chosen, ranks, top_ids, top_values)
 
 
 def _join(parts: Sequence[Logprobs | None]) -> Logprobs:
     real = [part for part in parts if part is not None]
     return Logprobs(
         np.concatenate([part.rows for part in real]),
-        *(torch.cat([getattr(part, name) for part in real]) for name in ("chosen", "ranks", "top_ids", "top_values")),
+        *(torch.cat([getattr(part, name) for part in real]) for name in _TENSORS),
     )

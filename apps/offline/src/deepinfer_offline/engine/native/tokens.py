@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from deepinfer_offline.engine.native.transfers import upload
+
 
 class TokenBuffer:
     """Prompt and generated ids. A step reads its input ids here and writes what it samples, so that the next step can
@@ -14,19 +16,22 @@ class TokenBuffer:
 
     Attributes:
         data: int32 [max_running, capacity] on the device.
+        flat: int32 [max_running * capacity + 1], the same memory and one place more.
+        scratch: that place; rows that pad a batch read and write there.
     """
 
     def __init__(self, max_running: int, capacity: int, device: str) -> None:
         self.capacity = capacity
-        self.data = torch.zeros(max_running, capacity, dtype=torch.int32, device=device)
-        self._flat = self.data.view(-1)
+        self.scratch = max_running * capacity
+        self.flat = torch.zeros(self.scratch + 1, dtype=torch.int32, device=device)
+        self.data = self.flat[: self.scratch].view(max_running, capacity)
 
     def write(self, slot: int, position: int, token_ids: Sequence[int] | np.ndarray) -> None:
         """Put ids at `position` and after. Raises ValueError if they do not fit."""
-        ids = torch.from_numpy(np.asarray(token_ids, np.int32))
+        ids = np.asarray(token_ids, np.int32)
         if position < 0 or position + len(ids) > self.capacity:
             raise ValueError(f"{len(ids)} ids at position {position} do not fit a buffer of {self.capacity} positions")
-        self.data[slot, position : position + len(ids)] = ids.to(self.data.device)
+        self.data[slot, position : position + len(ids)] = upload([ids], self.data.device)[0]
 
     def flat_index(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int64 index into the flattened buffer."""
@@ -34,8 +39,8 @@ class TokenBuffer:
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
         """Ids at int64 [n] flat indices, as int64."""
-        return self._flat[index].long()
+        return self.flat[index].long()
 
     def scatter(self, index: torch.Tensor, ids: torch.Tensor) -> None:
         """Write int64 ids [n] at int64 [n] flat indices."""
-        self._flat[index] = ids.to(torch.int32)
+        self.flat[index] = ids.to(torch.int32)

@@ -13,7 +13,8 @@ from deepinfer_offline.models.llama.weights import LayerTensors
 from deepinfer_offline.ops import linear, norm  # noqa: F401 - registers the providers
 from deepinfer_offline.ops.attention import portable  # noqa: F401
 from deepinfer_offline.ops.attention.base import Attention, AttentionShape
-from deepinfer_offline.ops.cpu import providers  # noqa: F401
+from deepinfer_offline.ops.cpu import providers as cpu_providers  # noqa: F401
+from deepinfer_offline.ops.cuda import providers as cuda_providers  # noqa: F401
 from deepinfer_offline.ops.linear import Linear
 from deepinfer_offline.ops.registry import registry
 

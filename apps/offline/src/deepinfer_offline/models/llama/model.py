@@ -72,6 +72,10 @@ class LlamaModel:
         """See `deepinfer_offline.engine.native.pages.PagedModel`."""
         return {GROUP: tuple(self.ops.attention.blocks(layer) for layer in cache.layers)}
 
+    def capture_limit(self, longest: int) -> int | None:
+        """See `deepinfer_offline.models.base.Capturable`: one graph serves every length, if the attention can be captured."""
+        return self.options.max_model_len if getattr(self.ops.attention, "captures", False) else None
+
     def forward(self, batch: ForwardBatch, cache: LlamaCache) -> torch.Tensor:
         prepared = self.ops.attention.prepare(batch, self.rope)
         hidden = self.embedding[batch.token_ids]

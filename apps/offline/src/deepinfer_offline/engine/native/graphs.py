@@ -1,0 +1,213 @@
+"""Captured decode steps: one CUDA graph for each bucket of rows, replayed over buffers that stay where they are.
+
+A step qualifies when every row computes one token and draws the next. Its rows are padded to a bucket; rows that pad read
+and write the token buffer's scratch place and block 0 of every cache group, which nobody owns. The graph gathers the input
+ids, runs the model, and writes each row's likeliest token where the next step reads it; anything else that a row wants of
+its logits happens after the graph, from the logits that it leaves behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepinfer_offline.engine.native.batch import StepInputs
+from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.engine.native.transfers import upload
+from deepinfer_offline.models.base import Capturable, ForwardBatch, HostBatch, Model
+from deepinfer_offline.ops.cuda.support import kernels
+
+_LOG = logging.getLogger(__name__)
+_SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_STEP = 128  # rows between buckets above the small ones: at most 2 % to a third of the rows are padding
+_WARM_UPS = 2  # eager steps before a capture: kernels compile and libraries choose in the first
+
+
+def row_buckets(most: int) -> list[int]:
+    """Sizes of batches that are captured, ascending; the last one holds `most` rows."""
+    sizes = [size for size in _SMALL if size < most]
+    sizes += list(range(_SMALL[-1] + _STEP, most, _STEP))
+    return [*sizes, most]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay leaves. Both are overwritten by the next one, in the order of the stream.
+
+    Attributes:
+        logits: float32 [n, vocab], of the step's rows.
+        likeliest: int64 [n], the lowest index of each row's maximum; written to the token buffer already.
+    """
+
+    logits: torch.Tensor
+    likeliest: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Inputs of one bucket, int32 on the device.
+
+    Attributes:
+        header: [4, B]: slots, sequence lengths, and places in the flat token buffer of the input and of what is drawn.
+        tables: [B, columns] by cache group.
+    """
+
+    header: torch.Tensor
+    tables: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    buffers: _Buffers
+    logits: torch.Tensor
+    likeliest: torch.Tensor
+
+
+class DecodeGraphs:
+    """Captures decode steps when they first occur, and replays them. Used by the thread that runs the steps.
+
+    Args:
+        model: takes no decision from the host in a captured step.
+        cache: of the model.
+        tokens: the token buffer.
+    """
+
+    def __init__(self, model: Model, cache: Any, tokens: TokenBuffer) -> None:
+        assert isinstance(model, Capturable), f"{type(model).__name__} cannot be captured"
+        self._model, self._cache, self._tokens = model, cache, tokens
+        self._limits = model
+        self._device = model.options.device
+        self._buckets = row_buckets(model.options.max_running)
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._stream = torch.cuda.Stream(self._device)
+        self._pool: Any = None
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(rows, longest sequence) of what is captured."""
+        return sorted(self._captured)
+
+    def run(self, inputs: StepInputs) -> Replayed | None:
+        """Enqueue the step; None when it is not one that a graph can serve."""
+        host = inputs.host
+        rows = host.num_rows
+        if not rows or rows != host.num_decodes or len(inputs.samples.slots) != rows or len(host.logit_rows) != rows:
+            return None
+        if host.prefills.any() or host.keep_all.any() or rows > self._buckets[-1]:
+            return None
+        limit = self._limits.capture_limit(int(host.seq_lens.max()))
+        if limit is None:
+            return None
+        key = (self._buckets[bisect_left(self._buckets, rows)], limit)
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._captured[key] = self._capture(*key)
+        self._fill(captured.buffers, inputs)
+        captured.graph.replay()
+        return Replayed(captured.logits[:rows], captured.likeliest[:rows])
+
+    # --- inputs ----------------------------------------------------------------------------------------------
+
+    def _fill(self, buffers: _Buffers, inputs: StepInputs) -> None:
+        """One copy to the device, then each part to its place; rows that pad get what harms nobody."""
+        host, size = inputs.host, buffers.header.shape[1]
+        rows = host.num_rows
+        header = np.zeros((4, size), np.int32)
+        header[0, :rows] = host.slots
+        header[1, :rows], header[1, rows:] = host.seq_lens, 1
+        header[2, :rows], header[2, rows:] = inputs.token_index, self._tokens.scratch
+        header[3, :rows], header[3, rows:] = inputs.token_index + 1, self._tokens.scratch
+        compact = []
+        for table in host.block_tables.values():
+            padded = np.zeros((size, table.shape[1]), np.int32)
+            padded[:rows] = table
+            compact.append(padded)
+        there = upload([header, *compact], self._device)
+        buffers.header.copy_(there[0])
+        for name, table in zip(host.block_tables, there[1:], strict=True):
+            buffers.tables[name][:, : table.shape[1]].copy_(table)
+
+    def _buffers(self, size: int, limit: int) -> _Buffers:
+        header = torch.zeros(4, size, dtype=torch.int32)
+        header[1] = 1
+        header[2:] = self._tokens.scratch
+        tables = {}
+        for group in self._model.facts.cache_groups:
+            columns = 1 if group.kind == "state" else -(-limit // group.block_size)
+            tables[group.name] = torch.zeros(size, columns, dtype=torch.int32, device=self._device)
+        return _Buffers(header.to(self._device), tables)
+
+    # --- capture ---------------------------------------------------------------------------------------------
+
+    def _capture(self, size: int, limit: int) -> _Captured:
+        """Capture a step of `size` rows of at most `limit` positions."""
+        start = time.perf_counter()
+        buffers = self._buffers(size, limit)
+        host = _host(size, limit)
+        torch.cuda.current_stream(self._device).synchronize()
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                self._step(buffers, host)
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                logits, likeliest = self._step(buffers, host)
+            finally:
+                graph.capture_end()
+            self._pool = self._pool or graph.pool()
+        _LOG.info("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - start)
+        return _Captured(graph, buffers, logits, likeliest)
+
+    def _step(self, buffers: _Buffers, host: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is captured: from the input buffers to logits and the token buffer."""
+        size = buffers.header.shape[1]
+        slots, seq_lens, source, target = buffers.header
+        zeros = torch.zeros(size, dtype=torch.int32, device=self._device)
+        batch = ForwardBatch(
+            token_ids=self._tokens.gather(source.long()),
+            positions=seq_lens.long() - 1,
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=self._device),
+            seq_lens=seq_lens,
+            slots=slots,
+            floors=zeros,
+            write_floors=zeros,
+            logit_rows=torch.arange(size, device=self._device),
+            block_tables=buffers.tables,
+            cascades=(),
+            tokens=self._tokens.data,
+            host=host,
+        )
+        logits = self._model.logits(self._model.forward(batch, self._cache))
+        return logits, kernels().argmax(logits, flat=self._tokens.flat, where=target)
+
+
+def _host(size: int, limit: int) -> HostBatch:
+    """The host's side of a captured step: shapes and upper bounds, no tables."""
+    return HostBatch(
+        query_starts=np.arange(size + 1, dtype=np.int32),
+        seq_lens=np.full(size, limit, np.int32),
+        slots=np.zeros(size, np.int32),
+        prefills=np.zeros(size, bool),
+        floors=np.zeros(size, np.int32),
+        write_floors=np.zeros(size, np.int32),
+        keep_all=np.zeros(size, bool),
+        logit_rows=np.arange(size, dtype=np.int64),
+        block_tables={},
+        num_decodes=size,
+    )
+
+
+def make_graphs(model: Model, cache: Any, tokens: TokenBuffer) -> DecodeGraphs | None:
+    """Graphs for a model that can be captured on its device, else None."""
+    if torch.device(model.options.device).type != "cuda" or not isinstance(model, Capturable) or kernels() is None:
+        return None
+    return DecodeGraphs(model, cache, tokens)

@@ -1,0 +1,90 @@
+"""Copies between host and device that nobody waits for: up in one piece, down with an event."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+_ALIGN = 16  # bytes; what kernels assume of a pointer
+
+
+def upload(arrays: Sequence[np.ndarray], device: str | torch.device) -> list[torch.Tensor]:
+    """The arrays on the device, in their shapes and dtypes.
+
+    To an accelerator they travel as one copy from pinned memory, in the order of the stream; torch keeps that memory from
+    being used again before the copy is done. On a CPU they are the arrays themselves where these are contiguous.
+    """
+    arrays = [np.ascontiguousarray(array) for array in arrays]
+    if torch.device(device).type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts, size = [], 0
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.nbytes // _ALIGN) * _ALIGN
+    pinned = torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
+    flat = pinned.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        flat[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    there = pinned.to(device, non_blocking=True)
+    found = []
+    for array, start in zip(arrays, starts, strict=True):
+        dtype = torch.from_numpy(array[:0] if array.ndim else array.reshape(1)).dtype
+        found.append(there[start : start + array.nbytes].view(dtype).view(array.shape))
+    return found
+
+
+class Download:
+    """Tensors on their way to the host.
+
+    Args:
+        tensors: of one device. What they hold is taken in the order of the stream, so they may be overwritten by work
+            that is enqueued later.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        if not tensors or tensors[0].device.type == "cpu":
+            self._there = list(tensors)
+            return
+        self._there = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for here, there in zip(tensors, self._there, strict=True):
+            there.copy_(here, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors on the host, once they are there. The caller's thread sleeps meanwhile."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._there
+
+
+class StepClock:
+    """Seconds that a step takes on its device: the stream's own time on CUDA, the wall clock elsewhere."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        self._begin, self._end = self._mark(), self._mark()
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> None:
+        """The step's last work has been enqueued."""
+        self._end = self._mark()
+
+    def seconds(self) -> float:
+        """Valid once the step's results are on the host."""
+        if not self._cuda:
+            return self._end - self._begin
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1e3

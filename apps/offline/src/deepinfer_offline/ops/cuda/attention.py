@@ -1,0 +1,154 @@
+"""Paged attention on CUDA: one kernel rotates and writes, one attends. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepinfer_offline.models.base import ForwardBatch
+from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
+from deepinfer_offline.ops.cuda.support import kernels
+
+_MAX_HEAD_DIM = 256
+
+
+def shape_reason(shape: Any) -> str | None:
+    """Why the kernels do not take a shape, or None."""
+    if not isinstance(shape, AttentionShape):
+        return None
+    if shape.head_dim > _MAX_HEAD_DIM or shape.head_dim % 2:
+        return f"head_dim {shape.head_dim} is not even and at most {_MAX_HEAD_DIM}"
+    if shape.block_size & (shape.block_size - 1):
+        return f"block_size {shape.block_size} is no power of two"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What the layers of a step share. Tensors are on the device.
+
+    Attributes:
+        rope: float32 [positions, 2, head_dim / 2], of every position.
+        positions: int64 [T].
+        slots: int64 [T], flat cache slot of each token, -1 where it is not written.
+        table: int32 [R, columns].
+        rows: int32 [R], 0, 1, ...
+        query_starts: int32 [R + 1].
+        seq_lens: int32 [R].
+        decodes: rows of one token, which come first; they are also the first `decodes` tokens.
+        longest: tokens of the longest other row; 0 if there is none.
+    """
+
+    rope: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    table: torch.Tensor
+    rows: torch.Tensor
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    decodes: int
+    longest: int
+
+
+class CudaAttention:
+    """A provider of `Attention`. A layer's cache is [blocks, 2, block_size, kv_heads, head_dim]: keys, then values.
+
+    Cascades are not used: rows that share a prefix find its blocks in the L2 cache.
+    """
+
+    layout = "cuda-1"
+    captures = True
+    """A step of decode rows takes no decision from the host, so a graph of it can be replayed."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+        self._kernels = kernels()
+
+    def allocate(self, num_blocks: int) -> torch.Tensor:
+        s = self.shape
+        size = (num_blocks, 2, s.block_size, s.num_kv_heads, s.head_dim)
+        return torch.zeros(size, dtype=s.dtype, device=s.device)
+
+    def blocks(self, cache: torch.Tensor) -> torch.Tensor:
+        return cache
+
+    def prepare(self, batch: ForwardBatch, rope: torch.Tensor) -> _Prepared:
+        host, table = batch.host, batch.block_tables[GROUP]
+        longest = int(host.counts.max(initial=0))
+        slots = self._kernels.cache_slots(
+            batch.query_starts,
+            batch.seq_lens,
+            batch.write_floors,
+            table,
+            block=self.shape.block_size,
+            tokens=len(batch.token_ids),
+            max_queries=longest,
+        )
+        return _Prepared(
+            rope=rope,
+            positions=batch.positions,
+            slots=slots,
+            table=table,
+            rows=torch.arange(host.num_rows, dtype=torch.int32, device=table.device),
+            query_starts=batch.query_starts,
+            seq_lens=batch.seq_lens,
+            decodes=host.num_decodes,
+            longest=longest if host.num_decodes < host.num_rows else 0,
+        )
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        cache: torch.Tensor,
+        prepared: _Prepared,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        s, p = self.shape, prepared
+        keys, values = cache[:, 0], cache[:, 1]
+        self._kernels.rope_insert(
+            qkv,
+            p.rope,
+            p.positions,
+            p.slots,
+            keys,
+            values,
+            heads=s.num_heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=s.norm_eps,
+        )
+        q = qkv.view(len(qkv), -1, s.head_dim)[:, : s.num_heads]
+        out = torch.empty(q.shape, dtype=qkv.dtype, device=qkv.device)
+        n = p.decodes
+        if n:
+            self._attend(q[:n], keys, values, p, slice(0, n), 1, out[:n])
+        if p.longest:
+            self._attend(q, keys, values, p, slice(n, None), p.longest, out)
+        return out.flatten(1)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        p: _Prepared,
+        rows: slice,
+        longest: int,
+        out: torch.Tensor,
+    ) -> None:
+        last = None if rows.stop is None else rows.stop + 1
+        self._kernels.paged_gqa(
+            q,
+            keys,
+            values,
+            p.table,
+            p.rows[rows],
+            p.query_starts[rows.start : last],
+            p.seq_lens[rows],
+            scale=self.shape.scale,
+            max_queries=longest,
+            out=out,
+        )
