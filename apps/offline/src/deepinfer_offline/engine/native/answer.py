@@ -49,6 +49,7 @@ class Answer:
         seed: key of its stream of random numbers.
         limit: tokens, prompt included, at which it ends.
         matcher: its place in the grammar, or None.
+        drafts: ids that its next row may verify; the row's masks follow them.
         watch: looks for stop strings, or None.
         facts: one entry a token when log-probabilities are wanted.
         count: tokens generated.
@@ -60,6 +61,7 @@ class Answer:
     seed: int
     limit: int
     matcher: Any = None
+    drafts: Sequence[int] = ()
     watch: TextWatch | None = None
     facts: list[TokenFacts] = field(default_factory=list)
     count: int = 0

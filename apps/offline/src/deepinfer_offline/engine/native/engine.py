@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -18,7 +17,7 @@ from deepinfer_offline.engine.base import EngineInfo, EngineStats, Request, Requ
 from deepinfer_offline.engine.native.answer import Answer, End, Group, make_answers, stop_sets
 from deepinfer_offline.engine.native.checks import check_request
 from deepinfer_offline.engine.native.counters import count_step
-from deepinfer_offline.engine.native.masks import MaskMaker
+from deepinfer_offline.engine.native.masks import MaskMaker, StepMasks
 from deepinfer_offline.engine.native.outputs import FactsReader, completion, failed, finished, read_prompt
 from deepinfer_offline.engine.native.parts import Parts
 from deepinfer_offline.engine.native.scoring import score_sequence
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Airborne:
-    """A launched step. Its draws of constrained rows wait until `gate` is set: every earlier step is applied."""
+    """A launched step. Its draws of constrained rows wait for `masks`, which open when every earlier step is applied."""
 
     flight: Flight
-    gate: threading.Event
+    masks: StepMasks
 
 
 class NativeEngine:
@@ -138,10 +137,10 @@ class NativeEngine:
         runner = self._parts.runner
         for seq_id in plan.admitted:
             self._load(self._answers[seq_id])
-        gate = threading.Event()
+        masks = self._masks.step(plan)
         if not self._airborne:
-            gate.set()
-        self._airborne.append(_Airborne(runner.launch(plan, self._masks.source(plan, gate)), gate))
+            masks.open()
+        self._airborne.append(_Airborne(runner.launch(plan, masks if masks.needed else None), masks))
 
     def _load(self, answer: Answer) -> None:
         """Put an admitted sequence's ids and parameters into its slot, in the order of the steps."""
@@ -168,7 +167,7 @@ class NativeEngine:
             self._stats.cached_tokens += seq.cached_tokens
 
     def _land(self) -> None:
-        """Take the oldest step's results: tokens to answers, ends to the scheduler; then open the next step's gate.
+        """Take the oldest step's results: tokens to answers, ends to the scheduler; then open the next step's masks.
 
         An interrupt while it waits changes nothing: the step is taken by the next call.
         """
@@ -177,10 +176,10 @@ class NativeEngine:
             self._airborne.popleft()
             self._apply(result)
         except Exception:
-            self._open_gates()
+            self._open_masks()
             raise
         if self._airborne:
-            self._airborne[0].gate.set()
+            self._airborne[0].masks.open()
         if self._parts.store is not None:
             self._parts.store.save()
 
@@ -325,11 +324,12 @@ class NativeEngine:
             self._land_all()
             if self._parts.store is not None:
                 self._parts.store.finish()
-        self._open_gates()
+        self._open_masks()
         self._parts.grammars.close()
         self._parts.runner.close()
+        self._masks.close()
 
-    def _open_gates(self) -> None:
-        """Let steps in flight finish: nothing will open their gates any more."""
+    def _open_masks(self) -> None:
+        """Let steps in flight finish: nothing else will open their masks."""
         for airborne in self._airborne:
-            airborne.gate.set()
+            airborne.masks.open()
