@@ -60,7 +60,7 @@ class DSparkModel(nn.Module):
         tokens = anchors[..., None].repeat(1, 1, width)
         tokens[..., 1:] = self.config.mask_token_id
         places = (positions[..., None] + torch.arange(width, device=anchors.device)).flatten(1)
-        hidden = nn.functional.embedding(tokens.flatten(1), target.embedding)
+        hidden = nn.functional.embedding(tokens.flatten(1), target.embedding).to(self.fc.weight.dtype)
         for layer, injected in zip(self._stack(), context, strict=True):
             hidden = layer(hidden, places, injected, mask)
         return self.norm(hidden)
@@ -71,8 +71,8 @@ class DSparkModel(nn.Module):
             yield layer
 
     def base_logits(self, hidden: Tensor, target: TargetParts) -> Tensor:
-        """Logits U [..., V] of the parallel stage."""
-        return nn.functional.linear(hidden, target.head)
+        """Logits U [..., V] of the parallel stage, in the dtype of the target's head."""
+        return nn.functional.linear(hidden.to(target.head.dtype), target.head)
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """float32 [...]: raw confidence for h [..., hidden] and previous tokens int64 [...]."""

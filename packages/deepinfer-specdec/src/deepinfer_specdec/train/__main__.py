@@ -48,19 +48,35 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--held-out", type=float, default=0.05, help="share of the texts to evaluate on")
     parser.add_argument("--save-every", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--cold-start",
+        action="store_true",
+        help="random draft layers; otherwise they start as copies of target layers, which saves most of the first epoch",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--target-dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the target and of the draft's matrix products while it trains; the draft is evaluated and kept in float32",
+    )
+    parser.add_argument("--threads", type=int, help="processor threads; default: torch's choice")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Answer prompts if asked to, train, evaluate, write draft and calibration."""
     args = parse_arguments(arguments)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     args.output.mkdir(parents=True, exist_ok=True)
     config, target = _prepare(args)
     training, held_out = split_texts(_texts(args, target), args.held_out)
     torch.manual_seed(args.seed)
-    model = DSparkModel(config).to(args.device)
+    model = DSparkModel(config)
+    if not args.cold_start:
+        target.warm_start(model)
+    model = model.to(args.device)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     print(f"{len(training)} texts, {len(held_out)} held out; draft of {size:.1f}M parameters, taps {list(config.taps)}")
     options = TrainOptions(
@@ -71,6 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
         learning_rate=args.learning_rate,
         save_every=args.save_every,
         seed=args.seed,
+        low_precision=args.dtype == "bfloat16",
     )
     train(model, target, training, options, args.output / "checkpoint.pt", device=args.device)
     result = evaluate(
@@ -90,14 +107,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> tuple[DSparkConfig, TransformersTarget]:
-    dtype = getattr(torch, args.target_dtype)
-    target = TransformersTarget(args.target, args.taps or (-1,), args.device, dtype)
+    target = TransformersTarget(args.target, args.device, getattr(torch, args.dtype))
     raw: Any = target.config
-    layers = raw.num_hidden_layers
-    taps = tuple(args.taps) if args.taps else spread_taps(layers)
-    if not args.taps:
-        target = TransformersTarget(args.target, taps, args.device, dtype)
-    heads = raw.num_attention_heads
+    layers, heads = raw.num_hidden_layers, raw.num_attention_heads
+    target.taps = tuple(args.taps) if args.taps else spread_taps(layers)
     config = DSparkConfig(
         vocab_size=target.parts.embedding.shape[0],
         hidden_size=raw.hidden_size,
@@ -106,13 +119,15 @@ def _prepare(args: argparse.Namespace) -> tuple[DSparkConfig, TransformersTarget
         num_heads=heads,
         num_kv_heads=getattr(raw, "num_key_value_heads", heads),
         head_dim=getattr(raw, "head_dim", None) or raw.hidden_size // heads,
-        taps=taps,
+        taps=target.taps,
         num_target_layers=layers,
         block_size=args.block_size,
         mask_token_id=args.mask_token,
         markov_kind=args.markov,
         markov_rank=args.markov_rank,
         rms_eps=raw.rms_norm_eps,
+        rope_theta=target.rope_theta,
+        qk_norm=target.has_qk_norm,
     )
     return config, target
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from deepinfer_specdec.errors import SpecDecodeError
 from deepinfer_specdec.train.blocks import Texts
@@ -45,18 +44,23 @@ def write_texts(path: str | Path, texts: Iterable[Text]) -> None:
 
 
 def split_texts(texts: Sequence[Text], held_out: float) -> tuple[list[Text], list[Text]]:
-    """(training, held-out) texts: every n-th one is held out, at least one of each.
+    """(training, held-out) texts, at least one of each. Texts of one prompt stay together: answers to it resemble each other.
 
     Raises:
-        SpecDecodeError: fewer than two texts that have an answer of two tokens.
+        SpecDecodeError: fewer than two different prompts with an answer of two tokens.
     """
     usable = [text for text in texts if len(text.token_ids) - text.prompt_length >= 2 and text.prompt_length >= 1]
-    if len(usable) < 2:
-        raise SpecDecodeError(f"{len(usable)} texts with a prompt and two tokens of answer; allowed: at least 2")
-    every = max(2, round(1.0 / held_out)) if held_out > 0.0 else len(usable)
-    kept_out = usable[every - 1 :: every] or usable[-1:]
-    chosen = set(map(id, kept_out))
-    return [text for text in usable if id(text) not in chosen], kept_out
+    by_prompt: dict[tuple[int, ...], list[Text]] = {}
+    for text in usable:
+        by_prompt.setdefault(text.token_ids[: text.prompt_length], []).append(text)
+    groups = list(by_prompt.values())
+    if len(groups) < 2:
+        raise SpecDecodeError(f"{len(groups)} prompts with two tokens of answer; allowed: at least 2")
+    every = min(len(groups), max(2, round(1.0 / held_out)) if held_out > 0.0 else len(groups))
+    sides: tuple[list[Text], list[Text]] = [], []
+    for place, group in enumerate(groups):
+        sides[place % every == every - 1].extend(group)
+    return sides
 
 
 def batches(texts: Sequence[Text], size: int, seed: int, first_step: int = 0) -> Iterator[list[Text]]:
@@ -81,8 +85,4 @@ def collate(texts: Sequence[Text], target: Target, max_length: int, device: str)
         # The last prompt token is the first anchor's place: it predicts the first generated token.
         trainable[row, max(0, text.prompt_length - 1) : len(tokens)] = True
     features, last = target.run(ids.to(device))
-    return Texts(ids.to(device), _float(features), _float(last), trainable.to(device))
-
-
-def _float(x: Tensor) -> Tensor:
-    return x.detach().float()
+    return Texts(ids.to(device), features.detach().float(), last.detach(), trainable.to(device))

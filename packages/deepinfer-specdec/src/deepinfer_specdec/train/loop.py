@@ -31,6 +31,7 @@ class TrainOptions:
         learning_rate, warmup, clip: AdamW without weight decay; warm-up is a share of the steps, then a cosine to 0.
         save_every: steps between checkpoints.
         seed: of data order and anchors.
+        low_precision: multiply in bfloat16 (weights, sums of the losses and the optimiser stay float32).
         losses: weights.
     """
 
@@ -43,6 +44,7 @@ class TrainOptions:
     clip: float = 1.0
     save_every: int = 200
     seed: int = 0
+    low_precision: bool = False
     losses: LossWeights = field(default_factory=LossWeights)
 
     def __post_init__(self) -> None:
@@ -96,7 +98,8 @@ def _step(
     # Anchors depend on the step alone, so a resumed run sees the same ones.
     generator = torch.Generator().manual_seed(options.seed * 7_919 + step)
     anchors, real = sample_anchors(texts.trainable, options.anchors, generator)
-    out = run_blocks(model, target.parts, texts, anchors, real)
+    with torch.autocast(texts.token_ids.device.type, torch.bfloat16, enabled=options.low_precision):
+        out = run_blocks(model, target.parts, texts, anchors, real)
     losses = block_losses(out.draft_logits, out.target_logits, out.labels, out.confidence, out.valid, options.losses)
     optimizer.zero_grad(set_to_none=True)
     losses.total.backward()

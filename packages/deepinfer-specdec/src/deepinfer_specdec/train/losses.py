@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+_CHUNK = 1 << 20  # float32 values looked at together: they stay in a processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,50 @@ def block_losses(
     """
     columns = torch.arange(labels.shape[1], device=labels.device)
     weight = valid * torch.exp(-columns / weights.decay)
-    total = weight.sum().clamp_min(1e-9)
+    share = (weight / weight.sum().clamp_min(1e-9)).flatten()
+    flat = (draft_logits.flatten(0, 1), target_logits.flatten(0, 1), labels.flatten(), share)
+    distance, ce, tv, accepted = _Distance.apply(*flat, weights.ce, weights.tv)
+    bce = F.binary_cross_entropy_with_logits(confidence.flatten(), accepted, reduction="none")
+    sure = (bce * share).sum()
+    return Losses(distance + weights.confidence * sure, ce, tv, sure)
 
-    def mean(values: Tensor) -> Tensor:
-        return (values * weight).sum() / total
 
-    accepted = acceptance(draft_logits, target_logits)
-    ce = mean(F.cross_entropy(draft_logits.float().transpose(1, 2), labels, reduction="none"))
-    tv = mean(2.0 * (1.0 - accepted))
-    sure = mean(F.binary_cross_entropy_with_logits(confidence, accepted.detach(), reduction="none"))
-    return Losses(weights.ce * ce + weights.tv * tv + weights.confidence * sure, ce, tv, sure)
+class _Distance(torch.autograd.Function):
+    """Weighted cross entropy and total variation of R rows, whose gradient is written down instead of traced.
+
+    A vocabulary is wide: traced, every elementwise op keeps a float32 copy of [R, V]. The gradients by the draft's logits z, with
+    p = softmax(z) and s = sign(p - q): p - onehot(label) for the cross entropy, p (s - <p, s>) for |p - q|_1.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, draft: Tensor, target: Tensor, labels: Tensor, share: Tensor, ce_weight: float, tv_weight: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(weighted sum, CE, |p - q|_1, acceptance [R]) of logits [R, V]; `share` [R] weighs the rows."""
+        rows, width = draft.shape
+        gradient = torch.empty_like(draft)
+        likelihood, gap = torch.empty_like(share), torch.empty_like(share)
+        size = max(1, _CHUNK // width)
+        for first in range(0, rows, size):
+            part = slice(first, first + size)
+            wanted = labels[part, None]
+            p, q = draft[part].float().softmax(-1), target[part].float().softmax(-1)
+            likelihood[part] = p.gather(1, wanted)[:, 0].clamp_min(1e-30).log()
+            q.neg_().add_(p)
+            gap[part] = q.abs().sum(-1)
+            sign = q.sign_()
+            inner = (p * sign).sum(-1, keepdim=True)
+            slope = sign.sub_(inner).mul_(tv_weight).add_(ce_weight).mul_(p)
+            slope.scatter_add_(1, wanted, torch.full_like(inner, -ce_weight))
+            gradient[part] = slope.mul_(share[part, None])
+        ctx.save_for_backward(gradient)
+        ce, tv = -(likelihood * share).sum(), (gap * share).sum()
+        accepted = (1.0 - 0.5 * gap).clamp(0.0, 1.0)
+        ctx.mark_non_differentiable(ce, tv, accepted)
+        return ce_weight * ce + tv_weight * tv, ce, tv, accepted
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradient by the draft's logits."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * slopes[0].to(gradient.dtype), None, None, None, None, None

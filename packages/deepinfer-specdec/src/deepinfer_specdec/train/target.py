@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepinfer_specdec.dspark.model import TargetParts
+from deepinfer_specdec.dspark.model import DSparkModel, TargetParts
 from deepinfer_specdec.errors import SpecDecodeError
+
+_INSTALL = 'pip install "deepinfer-specdec[train]"'
 
 
 class Target(Protocol):
@@ -33,31 +35,71 @@ class TransformersTarget:
     """A causal language model of transformers, from a folder or a GGUF file.
 
     Args:
-        path: folder, or a `.gguf` file.
-        taps: layers whose outputs are concatenated; -1 is the embedding.
+        path: folder, or a `.gguf` file (transformers then needs `gguf` and `accelerate`).
         device, dtype: where and how it runs.
+        taps: layers whose outputs are concatenated; -1 is the embedding. May be set later, before `run`.
+
+    Raises:
+        SpecDecodeError: transformers, or something that it needs for the file, is not installed.
     """
 
-    def __init__(self, path: str | Path, taps: Sequence[int], device: str, dtype: torch.dtype) -> None:
+    def __init__(self, path: str | Path, device: str, dtype: torch.dtype, taps: Sequence[int] = ()) -> None:
         try:
             from transformers import AutoModelForCausalLM
         except ImportError as error:
-            raise SpecDecodeError("training on a checkpoint needs transformers: pip install transformers") from error
+            raise SpecDecodeError(f"training on a checkpoint needs transformers: {_INSTALL}") from error
         path = Path(path)
         where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         folder = path.parent if path.suffix == ".gguf" else path
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **where)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **where)
+        except (ImportError, ValueError) as error:
+            if "required" in str(error) or isinstance(error, ImportError):
+                raise SpecDecodeError(f"{path}: {error}; {_INSTALL}") from error
+            raise
         self._model = model.to(device).eval().requires_grad_(False)
         self.config = model.config
-        self._taps = tuple(taps)
+        self.taps = tuple(taps)
         self._device = device
         self.parts = TargetParts(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the target's rotary embedding."""
+        found = getattr(self.config, "rope_parameters", None) or {}
+        return float(found.get("rope_theta") or getattr(self.config, "rope_theta", None) or 1e4)
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Whether the target normalises queries and keys per head, as Qwen3 does."""
+        return hasattr(self._model.model.layers[0].self_attn, "q_norm")
+
+    @torch.no_grad()
+    def warm_start(self, model: DSparkModel) -> None:
+        """Copy the target's last layers into the draft's; the context begins as the last tap, the Markov head silent.
+
+        Layers of both have the same tensors by name and shape when the draft has the target's sizes. Biases, which the draft's
+        layers lack, are left out.
+        """
+        source: Any = self._model.model.layers
+        for place, layer in enumerate(model.layers):
+            own = layer.state_dict()
+            theirs = source[len(source) - len(model.layers) + place].state_dict()
+            missing = sorted(name for name, value in own.items() if theirs.get(name, value[:0]).shape != value.shape)
+            if missing:
+                raise SpecDecodeError(f"the target's layers lack {missing} for a warm start; train with --cold-start")
+            layer.load_state_dict({name: theirs[name].float() for name in own})
+        width = model.config.hidden_size
+        model.fc.weight.mul_(0.1)
+        model.fc.weight[:, -width:] += torch.eye(width)
+        model.norm.weight.copy_(self._model.model.norm.weight.float())
+        model.markov_head.w2.weight.zero_()
 
     @torch.no_grad()
     def run(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """See `Target.run`. Attention is causal, so right padding changes nothing before it."""
         states = self._model.model(token_ids.to(self._device), output_hidden_states=True).hidden_states
-        return torch.cat([states[tap + 1] for tap in self._taps], dim=-1), states[-1]  # the last one is after the norm
+        return torch.cat([states[tap + 1] for tap in self.taps], dim=-1), states[-1]  # the last one is after the norm
 
     @torch.no_grad()
     def generate(
