@@ -34,7 +34,8 @@ class Guesses:
             guess = [self.rng.randrange(VOCAB) if self.rng.random() < 0.2 else token for token in guess]
             self.scheduler.propose(seq.seq_id, len(guess))
             if guess:
-                self.runner.write_drafts(slot, len(seq.tokens), guess)
+                place, length = np.array([len(seq.tokens)]), np.array([len(guess)])
+                self.runner.write_drafts(np.array([slot]), place, np.array([guess]), length)
 
     def begin(self, answer: Any) -> None: ...
 

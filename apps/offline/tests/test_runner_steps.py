@@ -91,7 +91,7 @@ def test_rows_that_do_not_sample_draw_nothing(runner: ModelRunner) -> None:
 def test_drafts_count_as_far_as_they_are_what_is_drawn(runner: ModelRunner, drafts: list[int], accepted: int) -> None:
     runner.add_sequence(3, [9, 10])
     runner.add_sequence(1, [60, 61])
-    runner.write_drafts(3, 2, drafts)
+    runner.write_drafts(np.array([3]), np.array([2]), np.array([drafts]), np.array([3]))
     rows = [{"slot": 3, "start": 1, "count": 4, "drafts": 3}, {"slot": 1, "start": 1}]
     result = runner.collect(runner.launch(plan_of(rows)))
     assert result.num_tokens.tolist() == [accepted, 1]

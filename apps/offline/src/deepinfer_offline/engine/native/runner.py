@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from deepinfer_sched import StepPlan
 
+from deepinfer_offline.engine.native.acceptance import accept_drafts
 from deepinfer_offline.engine.native.batch import (
     PromptRows,
     SampleRows,
@@ -188,10 +189,27 @@ class ModelRunner:
 
         self._check(self._worker.submit(write))
 
-    def write_drafts(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
-        """Put draft ids at `position` and after; a later row of the slot verifies them."""
-        ids = np.array(token_ids, np.int32)
-        self._check(self._worker.submit(lambda: self.tokens.write(slot, position, ids)))
+    def write_drafts(
+        self, slots: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, lengths: np.ndarray
+    ) -> None:
+        """Put drafts of R sequences where their next rows verify them.
+
+        Args:
+            slots: int [R].
+            positions: int [R], where each sequence's first draft goes.
+            token_ids: int [R, K].
+            lengths: int [R], ids of each row to write.
+
+        Raises:
+            ValueError: they do not fit the token buffer.
+        """
+        if ((positions + lengths) > self.tokens.capacity).any():
+            raise ValueError(f"drafts end at {(positions + lengths).max()}; positions end at {self.tokens.capacity}")
+        columns = np.arange(token_ids.shape[1])
+        inside = columns < lengths[:, None]
+        index = self.tokens.flat_index(slots[:, None], positions[:, None] + columns)[inside]
+        ids = token_ids[inside].astype(np.int64)
+        self._check(self._worker.submit(lambda: self.tokens.scatter(self._put(index), self._put(ids))))
 
     def release(self, slot: int) -> None:
         """Forget a slot. Steps in flight that still have a row of it are not disturbed."""
@@ -281,26 +299,9 @@ class ModelRunner:
         return drawn
 
     def _verified(self, plan: StepPlan, samples: SampleRows, drawn: SampledTokens) -> tuple[np.ndarray, np.ndarray]:
-        """Ids by plan row. A draft is accepted when it is the token drawn at its position, given those before."""
-        ids = np.zeros((plan.num_rows, 1 + int(plan.drafts.max(initial=0))), np.int32)
-        counts = np.zeros(plan.num_rows, np.int32)
-        self._verify(plan, samples, drawn.ids.cpu().numpy().astype(np.int32), ids, counts)
-        return ids, counts
-
-    def _verify(
-        self, plan: StepPlan, samples: SampleRows, drawn: np.ndarray, ids: np.ndarray, counts: np.ndarray
-    ) -> None:
-        index = self.tokens.flat_index(samples.slots, samples.positions)
-        drafts = self.tokens.gather(self._put(index)).cpu().numpy()
-        for row in np.unique(samples.plan_rows).tolist():
-            draws = np.flatnonzero(samples.plan_rows == row)
-            agree = drawn[draws] == drafts[draws]
-            agree[plan.drafts[row] :] = False
-            accepted = int(np.argmin(agree)) + 1  # the first draw that differs counts too
-            ids[row, :accepted] = drawn[draws[:accepted]]
-            counts[row] = accepted
-            last = draws[accepted - 1]
-            self.tokens.write(int(samples.slots[last]), int(samples.positions[last]), drawn[last : last + 1])
+        """Ids and counts by plan row."""
+        found = accept_drafts(plan, samples, drawn.ids, self.tokens)
+        return found.token_ids.cpu().numpy().astype(np.int32), found.counts.cpu().numpy().astype(np.int32)
 
     def _score_prompt(self, rows: PromptRows, hidden: torch.Tensor) -> PromptLogprobs:
         parts = []
