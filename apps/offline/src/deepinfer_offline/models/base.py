@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class ModelOptions:
         max_running: sequences that run at once (slots).
         max_step_tokens: tokens of one step, for buffers sized once.
         block_size: positions of one block of the prefix groups.
+        draft: folder of a draft model to load beside the model; None for none but its own.
     """
 
     device: str
@@ -160,6 +162,7 @@ class ModelOptions:
     max_running: int
     max_step_tokens: int
     block_size: int
+    draft: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_running", "max_step_tokens", "block_size"):
@@ -202,6 +205,63 @@ class FollowsStrategy(Protocol):
         Args:
             strategy: of the cache.
             decoder_replay: whether prompt rows may be left out of layers that cache nothing for later requests.
+        """
+        ...
+
+
+DraftChooser = Callable[["torch.Tensor", int], "torch.Tensor"]
+"""Takes a token for each row of a draft's column: logits float32 [R, vocab] and the column -> int64 [R]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedBlocks:
+    """Tokens guessed for R sequences, K each; column j is for the position j + 1 after the anchor.
+
+    Attributes:
+        token_ids: int64 [R, K].
+        confidence: float32 [R, K], raw: its sigmoid is the chance that column j holds if those before it do. Computed without
+            looking at token j.
+    """
+
+    token_ids: torch.Tensor
+    confidence: torch.Tensor
+
+
+@runtime_checkable
+class DraftsBlocks(Protocol):
+    """A model with a block draft (DSpark), its own or one that was loaded with it.
+
+    The draft's context is what `forward` leaves of a position in the blocks of the cache group `draft_group`. So it is shared,
+    evicted and computed again as the target's own entries are, and what rejected drafts left is overwritten like theirs.
+    """
+
+    draft_group: str
+
+    @property
+    def draft_width(self) -> int:
+        """Tokens of a block; 0 for a model without a draft."""
+        ...
+
+    def start_drafting(self) -> None:
+        """From now on `forward` also writes the draft's context. Called once, before the first step."""
+        ...
+
+    def draft_blocks(
+        self,
+        anchors: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        cache: Any,
+        choose: DraftChooser,
+    ) -> DraftedBlocks:
+        """Draft one block a sequence. Reads the context before each anchor; changes nothing.
+
+        Args:
+            anchors: int64 [R], the last known tokens.
+            positions: int64 [R], their positions.
+            tables: int64 [R, columns], block tables of `draft_group`, up to the anchor's block.
+            cache: from `allocate_cache`.
+            choose: see there; called once a column, in order.
         """
         ...
 

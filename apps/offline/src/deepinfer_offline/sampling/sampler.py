@@ -36,6 +36,11 @@ class Sampler:
         Returns:
             int64 ids [n], and log-probabilities of the rows that asked for them.
         """
+        ids = self.choose(logits, batch)
+        return SampledTokens(ids, self._logprobs(logits, ids, batch.slots))
+
+    def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """The drawn ids alone, int64 [n]. Arguments as in a call."""
         table, slots = self.table, batch.slots
         adjusted = self._adjust(logits, batch)
         random = np.flatnonzero(table.temperature[slots] > 0)
@@ -46,7 +51,7 @@ class Sampler:
             rows = torch.from_numpy(random).to(logits.device, non_blocking=True)
             drawn = draw(adjusted if whole else adjusted[rows], table, slots[random], batch.positions[random])
             ids = drawn if whole else ids.index_copy(0, rows, drawn)
-        return SampledTokens(ids, self._logprobs(logits, ids, slots))
+        return ids
 
     def _adjust(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Logits after everything that can change the likeliest token; a copy if anything changes."""

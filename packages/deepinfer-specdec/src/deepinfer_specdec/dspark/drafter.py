@@ -113,7 +113,7 @@ class DSparkDrafter:
         context, visible = self._gather(rows, device)
         own = torch.ones(len(rows), width, dtype=torch.bool, device=device)
         mask = torch.cat([visible, own], 1)[:, None].expand(-1, width, -1)
-        hidden = self.model.block(anchors[:, None], places[:, None], context, self._target, mask)
+        hidden = self.model.block(anchors[:, None], places[:, None], context, self._target.embedding, mask)
         tokens, confidence, distributions = self._sequential(sequences, rows, anchors, places, hidden)
         return self._pack(counts, tokens, confidence, distributions)
 
@@ -149,19 +149,16 @@ class DSparkDrafter:
         """Tokens [R, K], raw confidences [R, K] and distributions [R, K, V] or None."""
         base = self.model.base_logits(hidden, self._target)
         seeds = torch.tensor([_signed(row.seed) for row in rows], device=anchors.device)
-        state, previous = self.model.markov_head.start(len(rows), hidden), anchors
-        tokens, confidence, drawn_from = [], [], []
-        for k in range(self.max_draft):
-            confidence.append(self.model.confidence_logits(hidden[:, k], previous))
-            bias, state = self.model.markov_head(previous, hidden[:, k], state)
-            logits = (base[:, k] + bias).float()
+        drawn_from: list[Tensor] = []
+
+        def choose(logits: Tensor, k: int) -> Tensor:
             if self._distribution is None:
-                previous = logits.argmax(-1)
-            else:
-                drawn_from.append(self._distribution(sequences, logits))
-                previous = inverse_cdf(drawn_from[-1], uniform(seeds, places + 1 + k, randomness.DRAFT, places))
-            tokens.append(previous)
-        return torch.stack(tokens, 1), torch.stack(confidence, 1), torch.stack(drawn_from, 1) if drawn_from else None
+                return logits.argmax(-1)
+            drawn_from.append(self._distribution(sequences, logits))
+            return inverse_cdf(drawn_from[-1], uniform(seeds, places + 1 + k, randomness.DRAFT, places))
+
+        tokens, confidence = self.model.sequential(base, hidden, anchors, choose)
+        return tokens, confidence, torch.stack(drawn_from, 1) if drawn_from else None
 
     def _pack(
         self, counts: NDArray[np.int32], tokens: Tensor, confidence: Tensor, distributions: Tensor | None

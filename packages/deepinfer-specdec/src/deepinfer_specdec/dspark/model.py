@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from deepinfer_specdec.dspark.config import DSparkConfig
 from deepinfer_specdec.dspark.heads import ConfidenceHead, MarkovHead
 
 Context = list[tuple[Tensor, Tensor]]
+Chooser = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class DSparkModel(nn.Module):
         return [layer.context(injected, positions) for layer in self._stack()]
 
     def block(
-        self, anchors: Tensor, positions: Tensor, context: Context, target: TargetParts, mask: Tensor | None = None
+        self, anchors: Tensor, positions: Tensor, context: Context, embedding: Tensor, mask: Tensor | None = None
     ) -> Tensor:
         """Hidden states h [B, N * K, hidden] of N blocks a row, after the final norm.
 
@@ -53,14 +54,14 @@ class DSparkModel(nn.Module):
             anchors: int64 [B, N], the last known tokens.
             positions: int64 [B, N], their positions.
             context: from `context`.
-            target: the target's ends.
+            embedding: the target's, [V, hidden].
             mask: bool [B, N * K, C + N * K], True where visible; None: everything is.
         """
         width = self.config.block_size
         tokens = anchors[..., None].repeat(1, 1, width)
         tokens[..., 1:] = self.config.mask_token_id
         places = (positions[..., None] + torch.arange(width, device=anchors.device)).flatten(1)
-        hidden = nn.functional.embedding(tokens.flatten(1), target.embedding).to(self.fc.weight.dtype)
+        hidden = nn.functional.embedding(tokens.flatten(1), embedding).to(self.fc.weight.dtype)
         for layer, injected in zip(self._stack(), context, strict=True):
             hidden = layer(hidden, places, injected, mask)
         return self.norm(hidden)
@@ -73,6 +74,27 @@ class DSparkModel(nn.Module):
     def base_logits(self, hidden: Tensor, target: TargetParts) -> Tensor:
         """Logits U [..., V] of the parallel stage, in the dtype of the target's head."""
         return nn.functional.linear(hidden.to(target.head.dtype), target.head)
+
+    def sequential(self, base: Tensor, hidden: Tensor, anchors: Tensor, choose: Chooser) -> tuple[Tensor, Tensor]:
+        """The sequential stage: token after token, each from the parallel logits and the Markov bias of the one before.
+
+        Args:
+            base: [R, K, V], logits of the parallel stage.
+            hidden: [R, K, hidden], from `block`.
+            anchors: int64 [R].
+            choose: takes a column's logits, float32 [R, V], and the column; returns its tokens, int64 [R].
+
+        Returns:
+            Tokens int64 [R, K] and raw confidences float32 [R, K]; a column's confidence never depends on its own token.
+        """
+        state, previous = self.markov_head.start(len(anchors), hidden), anchors
+        tokens, confidence = [], []
+        for k in range(self.config.block_size):
+            confidence.append(self.confidence_logits(hidden[:, k], previous))
+            bias, state = self.markov_head(previous, hidden[:, k], state)
+            previous = choose((base[:, k] + bias).float(), k)
+            tokens.append(previous)
+        return torch.stack(tokens, 1), torch.stack(confidence, 1)
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """float32 [...]: raw confidence for h [..., hidden] and previous tokens int64 [...]."""

@@ -64,7 +64,7 @@ def run_blocks(model: DSparkModel, target: TargetParts, texts: Texts, anchors: T
     places = torch.arange(length, device=anchors.device).expand(rows, -1)
     context = model.context(texts.features, places)
     mask = block_mask(anchors, length, width, model.config.window)
-    hidden = model.block(texts.token_ids.gather(1, anchors), anchors, context, target, mask)
+    hidden = model.block(texts.token_ids.gather(1, anchors), anchors, context, target.embedding, mask)
     hidden = hidden.view(rows * anchors.shape[1], width, -1)
     at = (anchors[..., None] + torch.arange(width, device=anchors.device)).flatten(1)  # predicts the token at + 1
     inside = at + 1 < length

@@ -68,6 +68,14 @@ class Draft:
             _, kv = project_latents(main, stage.attention, self.config, rotary)
             ops.kv_insert(cache.window[self.config.num_hidden_layers + number], result.stage.window_slots, kv, "fp8")
 
+    def held_from(self, positions: Tensor) -> Tensor:
+        """int64 [R], lowest context position that still has its block when the next row computes `positions`.
+
+        That row itself reads one position less than a draft's context has. The cache manager lets go of whole blocks that it does
+        not read, so once a block the draft goes without the farthest of its W positions.
+        """
+        return (positions - self.config.sliding_window + 1).clamp_min(0) // self.block_size * self.block_size
+
     def propose(
         self,
         anchors: Tensor,
@@ -89,7 +97,7 @@ class Draft:
         """
         normed_input, hidden = self._states(anchors, positions, window_table, floors, cache)
         draft = self.weights.draft
-        assert draft is not None
+        assert draft is not None, "the checkpoint has no draft"
         base = functional.linear(normed_input.float(), self.weights.head)
         previous, tokens, logits, confidence = anchors, [], [], []
         for k in range(self.config.dspark_block_size):

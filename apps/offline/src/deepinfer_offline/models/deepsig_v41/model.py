@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepinfer_offline.models.base import ForwardBatch, ModelFacts, ModelOptions
+from deepinfer_offline.engine.base import EngineStartError
+from deepinfer_offline.models.base import DraftChooser, DraftedBlocks, ForwardBatch, ModelFacts, ModelOptions
 from deepinfer_offline.models.deepsig_v41.backbone import Backbone, Counters
-from deepinfer_offline.models.deepsig_v41.cache import CacheSpec, V41Cache, allocate, block_views
+from deepinfer_offline.models.deepsig_v41.cache import WINDOW, CacheSpec, V41Cache, allocate, block_views
 from deepinfer_offline.models.deepsig_v41.checkpoint import FolderReader, engram_token_map
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.draft import Draft
@@ -56,6 +57,8 @@ class DeepSigV41Model:
         decoder_replay: see `Backbone`.
     """
 
+    draft_group = WINDOW
+
     def __init__(
         self,
         parts: V41Parts,
@@ -83,7 +86,16 @@ class DeepSigV41Model:
 
     @classmethod
     def describe(cls, config: Mapping[str, Any], options: ModelOptions) -> ModelFacts:
-        """Facts from the configuration alone. Raises ConfigError for an inconsistent one."""
+        """Facts from the configuration alone.
+
+        Raises:
+            ConfigError: it is inconsistent.
+            EngineStartError: a draft model was given.
+        """
+        if options.draft is not None:
+            raise EngineStartError(
+                f"--draft-model {options.draft}: a V4.1 checkpoint brings its own draft; leave it out"
+            )
         return facts_of(V41Parts.of(config, options.block_size), options)
 
     @classmethod
@@ -173,6 +185,27 @@ class DeepSigV41Model:
         if self.draft is not None and self.drafting:
             self.draft.write_context(result, cache)
         return result.hidden
+
+    @property
+    def draft_width(self) -> int:
+        """See `deepinfer_offline.models.base.DraftsBlocks`: the block of the `mtp` stages, 0 for a checkpoint without."""
+        return 0 if self.draft is None else self.config.dspark_block_size
+
+    def start_drafting(self) -> None:
+        """See `deepinfer_offline.models.base.DraftsBlocks`."""
+        self.drafting = True
+
+    @torch.no_grad()
+    def draft_blocks(
+        self, anchors: Tensor, positions: Tensor, tables: Tensor, cache: V41Cache, choose: DraftChooser
+    ) -> DraftedBlocks:
+        """See `deepinfer_offline.models.base.DraftsBlocks`. Positions before a replay's start are never in reach: it begins a
+        window before the first anchor at the latest.
+        """
+        assert self.draft is not None, "the checkpoint has no draft"
+        floors = self.draft.held_from(positions)
+        block = self.draft.propose(anchors, positions, tables, floors, cache, choose)
+        return DraftedBlocks(block.tokens, block.confidence)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

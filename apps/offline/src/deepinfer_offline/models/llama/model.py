@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from deepinfer_offline.models.base import CacheGroup, ForwardBatch, ModelFacts, ModelOptions
+from deepinfer_offline.models.base import (
+    CacheGroup,
+    DraftChooser,
+    DraftedBlocks,
+    ForwardBatch,
+    ModelFacts,
+    ModelOptions,
+)
 from deepinfer_offline.models.llama.config import LlamaConfig
+from deepinfer_offline.models.llama.draft import LlamaDraft, draft_block_bytes, draft_config, draft_weight_bytes
 from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer
 from deepinfer_offline.models.llama.weights import EMBED, HEAD, NORM, expected_shapes, read_layers
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
@@ -20,9 +28,10 @@ from deepinfer_offline.weights.source import ModelSource
 
 @dataclass(slots=True)
 class LlamaCache:
-    """One opaque cache a layer; its layout belongs to the attention provider."""
+    """One opaque cache a layer, whose layout belongs to the attention provider, and the draft's pools by draft layer."""
 
     layers: list[Any]
+    draft: tuple[torch.Tensor, ...] = ()
 
 
 class LlamaModel:
@@ -30,6 +39,7 @@ class LlamaModel:
 
     default_block_size = 32
     """Positions of a block where the user names none: what the CPU kernels read at once."""
+    draft_group = GROUP
 
     def __init__(self, config: LlamaConfig, options: ModelOptions, top: dict[str, torch.Tensor], ops: LayerOps) -> None:
         self.config, self.options, self.ops = config, options, ops
@@ -38,6 +48,7 @@ class LlamaModel:
         self.norm = top[NORM]
         self.head = ops.linear(top.get(HEAD, top[EMBED]), None)
         self.layers: list[LlamaLayer] = []
+        self.draft: LlamaDraft | None = None
         self.rope = rope_table(config.rope, options.max_model_len + 1, options.device)
 
     @classmethod
@@ -58,19 +69,23 @@ class LlamaModel:
             del top
             for layer in layers:
                 model.layers.append(LlamaLayer.build(layer, config, ops, options.device))
+            if options.draft is not None:
+                model.draft = LlamaDraft.load(options.draft, config, options)
         return model
 
     def allocate_cache(self, num_blocks: Mapping[str, int]) -> LlamaCache:
-        return LlamaCache([self.ops.attention.allocate(num_blocks[GROUP]) for _ in self.layers])
+        layers = [self.ops.attention.allocate(num_blocks[GROUP]) for _ in self.layers]
+        return LlamaCache(layers, () if self.draft is None else self.draft.allocate(num_blocks[GROUP]))
 
     @property
     def page_layout(self) -> str:
         """See `deepinfer_offline.engine.native.pages.PagedModel`."""
-        return f"llama/{self.ops.attention.layout}"
+        draft = "" if self.draft is None else f"/dspark-{self.draft.digest}"
+        return f"llama/{self.ops.attention.layout}{draft}"
 
     def page_blocks(self, cache: LlamaCache) -> dict[str, tuple[torch.Tensor, ...]]:
         """See `deepinfer_offline.engine.native.pages.PagedModel`."""
-        return {GROUP: tuple(self.ops.attention.blocks(layer) for layer in cache.layers)}
+        return {GROUP: (*(self.ops.attention.blocks(layer) for layer in cache.layers), *cache.draft)}
 
     def capture_limit(self, longest: int) -> int | None:
         """See `deepinfer_offline.models.base.Capturable`: one graph serves every length, if the attention can be captured."""
@@ -79,13 +94,43 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch, cache: LlamaCache) -> torch.Tensor:
         prepared = self.ops.attention.prepare(batch, self.rope)
         hidden = self.embedding[batch.token_ids]
-        for layer, layer_cache in zip(self.layers[:-1], cache.layers, strict=False):
+        features = self._tap([], -1, hidden)
+        for index, (layer, layer_cache) in enumerate(zip(self.layers[:-1], cache.layers, strict=False)):
             hidden = layer(hidden, layer_cache, prepared)
+            self._tap(features, index, hidden)
         hidden = self.layers[-1].last(hidden, cache.layers[-1], prepared, self._wanted(batch))
+        if self.draft is not None:
+            self.draft.write_context(torch.cat(features, dim=-1), batch, cache.draft)
         return self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden).float()
+
+    @property
+    def draft_width(self) -> int:
+        """See `deepinfer_offline.models.base.DraftsBlocks`."""
+        return 0 if self.draft is None else self.draft.config.block_size
+
+    def start_drafting(self) -> None:
+        """See `deepinfer_offline.models.base.DraftsBlocks`: a draft that was loaded always has its context written."""
+
+    def draft_blocks(
+        self,
+        anchors: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        cache: LlamaCache,
+        choose: DraftChooser,
+    ) -> DraftedBlocks:
+        """See `deepinfer_offline.models.base.DraftsBlocks`."""
+        assert self.draft is not None, "no draft was loaded"
+        return self.draft.propose(anchors, positions, tables, cache.draft, self.embedding, self.logits, choose)
+
+    def _tap(self, features: list[torch.Tensor], layer: int, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Keep the output of a tapped layer: a copy, since the next layer may overwrite it."""
+        if self.draft is not None and layer in self.draft.taps:
+            features.append(hidden.clone())
+        return features
 
     def _wanted(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Token rows that leave the last layer; None for all of them, in order."""
@@ -102,7 +147,12 @@ class LlamaModel:
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
         workspace = tokens * widths * size + rows * config.vocab_size * (4 + size) * 2
         shape = attention_shape(config, options)
-        group = CacheGroup(GROUP, "prefix", options.block_size, shape.block_bytes * config.num_layers)
+        block_bytes = shape.block_bytes * config.num_layers
+        if options.draft is not None:
+            draft = draft_config(options.draft, config)
+            block_bytes += draft_block_bytes(draft, options)
+            weights += draft_weight_bytes(draft, options)
+        group = CacheGroup(GROUP, "prefix", options.block_size, block_bytes)
         return ModelFacts(
             config.model_type, config.vocab_size, config.max_positions, weights, workspace, (group,), config.dtype
         )
