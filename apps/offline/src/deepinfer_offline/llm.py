@@ -40,6 +40,7 @@ class LLM:
             means for sliding windows (see `EngineOptions`).
         decoder_replay: whether a V4.1 prompt may pass the decoder layers with its last window only.
         speculative: `off`, `auto`, `dspark`, `ngram` or `suffix`.
+        draft_model: folder of a DSpark draft for the model, for `auto` and `dspark`.
         kv_store: a folder that keeps the KV blocks of prompts for later runs; None keeps nothing.
         seed: where the random numbers of requests without a seed of their own start.
         options: further fields of `deepinfer_offline.engine.options.EngineOptions`.
@@ -66,6 +67,7 @@ class LLM:
         window_strategy: str = "auto",
         decoder_replay: bool = True,
         speculative: str = "off",
+        draft_model: str | Path | None = None,
         kv_store: str | Path | None = None,
         seed: int = 0,
         **options: Any,
@@ -86,6 +88,7 @@ class LLM:
                 window_strategy=window_strategy,
                 decoder_replay=decoder_replay,
                 speculative=speculative,
+                draft_model=None if draft_model is None else Path(draft_model),
                 kv_store=None if kv_store is None else Path(kv_store),
                 seed=seed,
                 **options,

@@ -82,6 +82,10 @@ def run(
             metavar="off|auto|dspark|ngram|suffix", help="How draft tokens are guessed.", rich_help_panel=_SPEED
         ),
     ] = "off",
+    draft_model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A DSpark draft that was trained for the model.", rich_help_panel=_SPEED),
+    ] = None,
     max_tokens_per_step: Annotated[
         int | None,
         typer.Option(parser=_whole, metavar="N", help="Most tokens in one forward pass.", rich_help_panel=_SPEED),
@@ -199,6 +203,7 @@ def run(
             max_running=max_running,
             max_model_len=max_model_len,
             speculative=speculative,
+            draft_model=draft_model,
             async_scheduling=async_scheduling,
             enable_prefix_caching=prefix_caching,
             block_size=block_size,

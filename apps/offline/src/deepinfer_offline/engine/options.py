@@ -72,7 +72,8 @@ class EngineOptions:
         max_tokens_per_step: most tokens one forward pass computes; None lets the engine choose.
         max_running: most sequences that run at once; None lets the engine choose.
         max_model_len: longest prompt and answer together, in tokens; None takes the model's own limit.
-        speculative: how drafts are made.
+        speculative: how drafts are made. `auto` takes the model's own draft or `draft_model` where there is one, else `suffix`.
+        draft_model: folder of a DSpark draft that was trained for the model; for `auto` and `dspark`.
         async_scheduling: plan one step ahead of the device.
         enable_prefix_caching: share the KV of equal prompt prefixes.
         block_size: tokens in a KV block; None lets the engine choose.
@@ -104,6 +105,7 @@ class EngineOptions:
     max_running: int | None = None
     max_model_len: int | None = None
     speculative: str = "off"
+    draft_model: Path | None = None
     async_scheduling: bool = True
     enable_prefix_caching: bool = True
     block_size: int | None = None
@@ -122,6 +124,8 @@ class EngineOptions:
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("speculative", self.speculative, SPECULATIVE)
+        if self.draft_model is not None and self.speculative not in ("auto", "dspark"):
+            raise OptionsError(f"--draft-model drafts with --speculative dspark or auto, not {self.speculative!r}")
         _check_strategy(self.window_strategy)
         for name in ("kv_memory", "kv_store_size", "max_tokens_per_step", "max_running", "max_model_len", "block_size"):
             _at_least_one(name, getattr(self, name))

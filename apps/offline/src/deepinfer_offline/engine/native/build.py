@@ -13,6 +13,7 @@ from deepinfer_cache import CacheConfig, CacheManager
 from deepinfer_sched import SchedConfig, Scheduler
 
 from deepinfer_offline.engine.base import EngineInfo, EngineStartError
+from deepinfer_offline.engine.native.drafting import make_speculation
 from deepinfer_offline.engine.native.engine import NativeEngine
 from deepinfer_offline.engine.native.memory import (
     CachePlan,
@@ -25,7 +26,6 @@ from deepinfer_offline.engine.native.memory import (
 from deepinfer_offline.engine.native.pages import NativePages
 from deepinfer_offline.engine.native.parts import Parts
 from deepinfer_offline.engine.native.runner import ModelRunner
-from deepinfer_offline.engine.native.speculation import make_speculation
 from deepinfer_offline.engine.native.store import KvStore, check_folder, open_tiers
 from deepinfer_offline.engine.options import EngineOptions, format_bytes
 from deepinfer_offline.engine.structured import GrammarCompiler
@@ -103,6 +103,7 @@ def _plan(
         max_running=running,
         max_step_tokens=step_tokens,
         block_size=options.block_size or getattr(kind, "default_block_size", _BLOCK_SIZE),
+        draft=options.draft_model,
     )
     facts = kind.describe(source.config, wanted)
     dtype = choose_dtype(options.dtype, device, facts.checkpoint_dtype)
@@ -174,7 +175,8 @@ def _compose(
         ),
         cache,
     )
-    runner = ModelRunner(model, blocks, cache.block_table, Sampler(table), threads=threads)
+    sampler = Sampler(table)
+    runner = ModelRunner(model, blocks, cache.block_table, sampler, threads=threads)
     if pages is not None:
         pages.bind(runner)
     parts = Parts(
@@ -187,7 +189,7 @@ def _compose(
         info=_info(source, model, plan),
         seed=options.seed,
         ahead=_ahead(options),
-        speculation=make_speculation(options.speculative, facts.cache_groups, scheduler, runner),
+        speculation=make_speculation(options, runner, scheduler, cache, sampler),
         store=None if options.kv_store is None else KvStore(cache, scheduler, options.kv_store, page_bytes),
     )
     return NativeEngine(parts)
@@ -222,8 +224,6 @@ def _check_supported(options: EngineOptions) -> None:
     if options.engine_args:
         names = ", ".join(name for name, _ in options.engine_args)
         raise EngineStartError(f"--engine-arg {names}: the native engine takes none; use --engine vllm")
-    if options.speculative == "dspark":
-        raise EngineStartError("--speculative dspark: the native engine does not draft for this model; use auto")
     if options.kv_store is not None and not options.enable_prefix_caching:
         raise EngineStartError("--kv-store keeps prefixes of prompts: it needs --prefix-caching")
 

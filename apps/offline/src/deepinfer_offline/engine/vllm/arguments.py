@@ -28,6 +28,10 @@ def engine_arguments(options: EngineOptions, model: str, known: type) -> dict[st
     """
     if options.kv_store is not None:
         raise EngineStartError("--kv-store: only the native engine keeps KV blocks this way; use --engine native")
+    if options.draft_model is not None:
+        raise EngineStartError(
+            "--draft-model: use --engine native, or --engine-arg speculative-config=... for vLLM's own"
+        )
     if options.window_strategy != "auto":
         raise EngineStartError(
             f"--window-strategy {options.window_strategy}: vLLM decides this itself; use --engine native, or "
