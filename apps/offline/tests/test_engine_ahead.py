@@ -25,7 +25,7 @@ class Guesses:
 
     def propose(self, answers: Any) -> None:
         state = self.scheduler.state
-        for answer in answers:
+        for answer in answers.values():
             seq, slot = answer.seq, answer.seq.slot
             if slot < 0 or state.pending[slot] or state.computed[slot] < state.target[slot]:
                 continue
@@ -37,11 +37,7 @@ class Guesses:
                 place, length = np.array([len(seq.tokens)]), np.array([len(guess)])
                 self.runner.write_drafts(np.array([slot]), place, np.array([guess]), length)
 
-    def begin(self, answer: Any) -> None: ...
-
-    def extend(self, seq_id: int, tokens: list[int]) -> None: ...
-
-    def end(self, seq_id: int) -> None: ...
+    def end(self, answer: Any) -> None: ...
 
     def landed(self, result: Any, answers: Any) -> None: ...
 

@@ -247,10 +247,10 @@ def test_pauses_of_the_caller_are_not_the_loops_time() -> None:
     costs.observe(4, 0, 0.010)
     assumed = costs.host_seconds(4)
     assert 0.0 < assumed < 0.001
-    costs.observe_host(3.0, 0.010)
+    costs.observe_host(4, 3.0, 0.010)
     assert costs.host_seconds(4) == assumed
     for _ in range(3):
-        costs.observe_host(0.0004, 0.010)
+        costs.observe_host(4, 0.0004, 0.010)
     assert costs.host_seconds(4) == pytest.approx(0.0004)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepinfer_specdec.errors import SpecDecodeError
+from deepinfer_specdec.scheduling.costs import load_of
 
 _RECOVERY = 0.005  # share of lost trust that comes back per forecast
 
@@ -22,10 +23,10 @@ class SwitchOptions:
         longest_pause: most steps of a pause.
     """
 
-    enter: float = 1.2
-    leave: float = 1.03
+    enter: float = 1.06
+    leave: float = 1.01
     memory: float = 8.0
-    settle: int = 3
+    settle: int = 4
     pause: int = 48
     longest_pause: int = 512
 
@@ -102,8 +103,40 @@ class SpeculationSwitch:
                 self._pause = self.options.pause  # it has paid for long enough: forget earlier failures
         return self.on
 
+    def successor(self) -> SpeculationSwitch:
+        """A switch for another load that was never met: in the same state, with the same trust, and no failures of its own."""
+        made = SpeculationSwitch(self.options)
+        made.on, made._trust, made._promised = self.on, self._trust, self._promised
+        return made
+
     def _turn(self, on: bool) -> None:
         self.on = on
         self.changes += 1
         self._expected.clear()
         self._measured.clear()
+
+
+class LoadSwitches:
+    """One switch for each load: a job's last few sequences are not judged by what drafts cost when there were many."""
+
+    def __init__(self, options: SwitchOptions | None = None) -> None:
+        self._current = SpeculationSwitch(options)
+        self._by_load: dict[int, SpeculationSwitch] = {}
+
+    @property
+    def current(self) -> SpeculationSwitch:
+        """The switch of the load that was met last."""
+        return self._current
+
+    @property
+    def changes(self) -> int:
+        """How often speculation was switched on or off, over all loads."""
+        return sum(switch.changes for switch in self._by_load.values())
+
+    def meet(self, rows: int) -> SpeculationSwitch:
+        """The switch of the load of `rows` sequences becomes the current one. A load met first goes on as the last one did."""
+        load = load_of(rows)
+        if load not in self._by_load:
+            self._by_load[load] = self._current.successor() if self._by_load else self._current
+        self._current = self._by_load[load]
+        return self._current

@@ -130,7 +130,7 @@ class NativeEngine:
             return len(self._airborne) < self._parts.ahead
         if self._airborne:
             return False
-        speculation.propose(self._answers.values())
+        speculation.propose(self._answers)
         return True
 
     def _launch(self, plan: StepPlan) -> None:
@@ -159,8 +159,6 @@ class NativeEngine:
         top = None if wanted is None else (parts.info.vocab_size if wanted < 0 else wanted)
         prompt = None if top is None else (seq.num_prompt, top)
         parts.runner.add_sequence(seq.slot, seq.tokens, prompt_logprobs=prompt, before=fill)
-        if parts.speculation is not None:
-            parts.speculation.begin(answer)
         if group.cached_tokens < 0:
             group.cached_tokens = seq.cached_tokens
             self._stats.prompt_tokens += seq.num_prompt
@@ -194,15 +192,12 @@ class NativeEngine:
         facts = FactsReader(result.logprobs, result.draw_rows)
         numbers, stops = result.num_tokens.copy(), np.zeros(plan.num_rows, np.bool_)
         ended: list[tuple[Answer, End | Exception]] = []
-        speculation = self._parts.speculation
         for row, (seq_id, number) in enumerate(zip(plan.seq_ids.tolist(), numbers.tolist(), strict=True)):
             answer = self._answers.get(seq_id) if number else None
             if answer is None:
                 continue  # nothing drawn, or it ended while this step was in flight
             taken, end = self._take(answer, seq_id, result.token_ids[row, :number].tolist(), partial(facts.get, row))
             numbers[row] = taken
-            if speculation is not None:
-                speculation.extend(seq_id, result.token_ids[row, :taken].tolist())
             self._stats.generated_tokens += taken
             if end is not None:
                 stops[row] = True
@@ -210,8 +205,8 @@ class NativeEngine:
         self._parts.scheduler.apply(plan, result.token_ids, numbers, stops)
         for answer, end in ended:
             self._end(answer, end)
-        if speculation is not None:
-            speculation.landed(result, self._answers.values())
+        if self._parts.speculation is not None:
+            self._parts.speculation.landed(result, self._answers)
 
     def _take(
         self, answer: Answer, seq_id: int, tokens: Sequence[int], facts: Callable[[int], Any]
@@ -295,9 +290,10 @@ class NativeEngine:
 
     def _forget(self, seq_id: int) -> bool:
         """Take a sequence out of the live ones; False when it was not one."""
-        if self._parts.speculation is not None:
-            self._parts.speculation.end(seq_id)
-        return self._answers.pop(seq_id, None) is not None
+        answer = self._answers.pop(seq_id, None)
+        if answer is not None and self._parts.speculation is not None:
+            self._parts.speculation.end(answer)
+        return answer is not None
 
     # --- numbers and the end ---------------------------------------------------------------------------------
 

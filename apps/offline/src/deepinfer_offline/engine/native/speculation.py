@@ -4,24 +4,27 @@ The runner draws every position of a verified row with the position's own random
 agree with what it drew. Tokens therefore equal plain decoding's, greedy or sampled, whatever is drafted and however
 much of it is verified; so budgets may look at the current drafts (`deepinfer_specdec.scheduling.budget.live_budget`).
 
-While it is off the loop runs one step ahead as ever, and drafts are scored against the tokens that come anyway. While
-it is on the loop is synchronous: a draft follows a token that must be known.
+While it is off the loop runs one step ahead as ever. Now and then a few rows are drafted and nothing is verified: the
+tokens that come anyway say what the drafts were worth. This may take a small share of the time, by the clock. While it
+is on the loop is synchronous: a draft follows a token that must be known.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from deepinfer_specdec import Draft, Drafter, SpeculationStatistics, admit, create_drafter
 from deepinfer_specdec.scheduling.budget import expected_tokens
-from deepinfer_specdec.scheduling.costs import StepCosts
-from deepinfer_specdec.scheduling.switch import SpeculationSwitch
+from deepinfer_specdec.scheduling.costs import StepCosts, scaled_tokens, worthless_below
+from deepinfer_specdec.scheduling.credit import WorkCredit
+from deepinfer_specdec.scheduling.switch import LoadSwitches
 
 from deepinfer_offline.engine.base import EngineStartError
+from deepinfer_offline.engine.native.following import Following
 
 if TYPE_CHECKING:
     from deepinfer_sched import Scheduler
@@ -31,8 +34,11 @@ if TYPE_CHECKING:
     from deepinfer_offline.models.base import CacheGroup
 
 _LOG = logging.getLogger(__name__)
-_EDGE = 1.03  # expected gain from which a step verifies anything: forecasts err
-_SHADOW_EVERY = 4  # steps between two unverified drafts while speculation is off
+_EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
+_SHARE = 0.008  # of the time, for drafts that nobody verifies
+_START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
+_PROBED_ROWS = 16  # rows drafted at once while off
+_PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 
 
 class Speculation:
@@ -43,160 +49,191 @@ class Speculation:
         scheduler: takes the lengths to verify.
         runner: takes the draft ids.
         reason: why this drafter, for the report.
-        forced: verify whenever the budget says so, even where the loop would do better without (for tests).
     """
 
-    def __init__(
-        self, drafter: Drafter, scheduler: Scheduler, runner: ModelRunner, reason: str = "", forced: bool = False
-    ) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter, scheduler: Scheduler, runner: ModelRunner, reason: str = "") -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._reason = reason
-        self._forced = forced
-        self._switch = SpeculationSwitch()
+        self._fixed: int | None = None
+        self._forced = False
+        self._following = Following(drafter)
+        self._switches = LoadSwitches()
         self._costs = StepCosts()
-        self._known: set[int] = set()
+        self._credit = WorkCredit(_SHARE, _START, _SAVED)
         self._drafted: dict[int, int] = {}  # sequence -> drafts made for the next step, before trimming
         self.statistics = SpeculationStatistics()
         self._landed = 0.0  # clock when the last step's results were taken
-        self._steps = 0
         self._was_synchronous = False
         self._comparing = False  # the step in flight runs without drafts to know what they are worth
+        self._steps = {False: 0, True: 0}  # with decode rows, by whether speculation was on
+        self._best_gain = 0.0  # highest expected gain so far
+
+    def force(self, length: int | None = None) -> None:
+        """Stay on, whatever it costs: `length` drafts in every row, or what the budget says. For tests and comparisons."""
+        self._forced, self._fixed = True, length
 
     @property
     def synchronous(self) -> bool:
         """Whether the loop must take a step's results before it plans the next one."""
-        return self._forced or self._switch.on
+        return self._forced or self._switches.current.on
 
-    def begin(self, answer: Answer) -> None:
-        """Follow a sequence from its admission on. A sequence that comes back after a preemption is known already."""
-        seq = answer.seq
-        if seq.seq_id not in self._known:
-            self._known.add(seq.seq_id)
-            self._drafter.begin(seq.seq_id, seq.tokens)
+    def end(self, answer: Answer) -> None:
+        """Forget a sequence."""
+        self._following.end(answer)
+        self._drafted.pop(answer.seq.seq_id, None)
 
-    def end(self, seq_id: int) -> None:
-        """Forget a sequence. Unknown ids are ignored."""
-        if seq_id in self._known:
-            self._known.discard(seq_id)
-            self._drafter.end(seq_id)
-        self._drafted.pop(seq_id, None)
-
-    def extend(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """A sequence has said `tokens`."""
-        if seq_id in self._known:
-            self._drafter.extend(seq_id, tokens)
-
-    def propose(self, answers: Iterable[Answer]) -> None:
+    def propose(self, answers: Mapping[int, Answer]) -> None:
         """Before a plan of the synchronous loop: draft for every row that is ready, and tell scheduler and runner."""
-        rows = [answer for answer in answers if self._is_ready(answer)]
         self._drafted = {}
+        rows = self._running(answers, ready=True)
         if not rows:
             return
-        draft = self._drafter.propose([answer.seq.seq_id for answer in rows], self._limits(rows))
-        self._comparing = self._costs.needs_plain(draft.rows)
-        lengths = np.zeros(draft.rows, np.int32) if self._comparing else self._budget(draft)[1]
-        for answer, made, length, ids in zip(
-            rows, draft.counts.tolist(), lengths.tolist(), draft.token_ids.tolist(), strict=True
-        ):
-            seq = answer.seq
-            self._drafted[seq.seq_id] = made
-            self._scheduler.propose(seq.seq_id, length)
-            if length:
-                self._runner.write_drafts(seq.slot, len(seq.tokens), ids[:length])
+        draft = self._following.draft(rows, self._limits(rows), self._floor(len(rows)))
+        self._comparing = not self._forced and self._costs.needs_plain(draft.rows)
+        lengths = self._lengths(draft)
+        for answer, made, length in zip(rows, draft.counts.tolist(), lengths.tolist(), strict=True):
+            self._drafted[answer.seq.seq_id] = made
+            self._scheduler.propose(answer.seq.seq_id, length)
+        if lengths.any():
+            slots = np.array([answer.seq.slot for answer in rows], np.int64)
+            ends = np.array([len(answer.seq.tokens) for answer in rows], np.int64)
+            self._runner.write_drafts(slots, ends, draft.token_ids, lengths)
 
-    def landed(self, result: StepResult, answers: Iterable[Answer]) -> None:
+    def landed(self, result: StepResult, answers: Mapping[int, Answer]) -> None:
         """After a step's results were applied: learn what it cost and gave, and decide how the loop goes on."""
         now = time.perf_counter()
-        plan = result.plan
-        self._steps += 1
+        plan, synchronous = result.plan, self.synchronous
         rows = ~plan.prefills
-        decodes, drafts = int(rows.sum()), int(plan.drafts.sum())
-        if decodes and decodes == plan.num_rows:
-            self._costs.observe(decodes, drafts, result.seconds)
-            if self.synchronous and self._was_synchronous:
-                self._costs.observe_host(now - self._landed - result.seconds, result.seconds)
-        if decodes and self.synchronous:
+        decodes = int(rows.sum())
+        # From one step's results to the next one's; a longer gap is the caller's, or there was nothing to run.
+        passed = min(now - self._landed, 1.5 * result.seconds)
+        steady = decodes == plan.num_rows and synchronous == self._was_synchronous
+        self._was_synchronous, self._landed = synchronous, now
+        if not decodes:
+            return
+        self._steps[synchronous] += 1
+        if synchronous:
             self._count(result, rows)
-        if decodes and decodes == plan.num_rows and not self._forced:
-            self._decide(result, decodes, answers)
-        self._was_synchronous = self.synchronous
-        self._landed = time.perf_counter()
+        if steady and synchronous:
+            self._costs.observe(decodes, int(plan.drafts.sum()), result.seconds)
+            self._costs.observe_host(decodes, passed - result.seconds, result.seconds)
+            self._judge(result, decodes, passed, answers)
+        elif steady:
+            self._costs.observe(decodes, 0, max(passed, result.seconds))
+        if not synchronous:
+            self._credit.earn(passed)
+            if self._credit.ready and self._costs.known:
+                self._probe(decodes, answers)
+        if not self._forced:
+            self._turn(decodes, synchronous, answers)
 
     def report(self) -> dict[str, Any]:
         """For the end-of-run report."""
+        on, steps = self._steps[True], sum(self._steps.values())
         return {
-            "drafter": self._drafter.name,
+            "drafter": self._following.drafter.name,
             "reason": self._reason,
-            "switches": self._switch.changes,
+            "outcome": self._outcome(),
+            "on_share_of_steps": round(on / steps, 4) if steps else 0.0,
+            "switches": self._switches.changes,
             **self.statistics.as_dict(),
         }
 
+    def _outcome(self) -> str:
+        if not sum(self._steps.values()):
+            return "never on: nothing was decoded"
+        if self._steps[True]:
+            return "on while it paid"
+        if not self._best_gain:
+            return "never on: the job was too short to tell"
+        return f"never on: drafts promised at best x{self._best_gain:.2f} of plain decoding's speed"
+
     # --- decisions -------------------------------------------------------------------------------------------
 
-    def _decide(self, result: StepResult, rows: int, answers: Iterable[Answer]) -> None:
-        per_token = self._costs.plain(rows) / rows
-        if self._switch.on and self._comparing:
+    def _judge(self, result: StepResult, rows: int, passed: float, answers: Mapping[int, Answer]) -> None:
+        """On: what did the step save?"""
+        if self._comparing or self._forced:
             return
-        if self._switch.on:
-            emitted = int(result.num_tokens.sum())
-            seconds = result.seconds + self._costs.host_seconds(rows)
-            if not self._switch.measure(emitted * per_token, seconds):
-                self._clear(answers)
-        elif self._steps % _SHADOW_EVERY == 0 and self._costs.known:
-            self._expect(answers)
+        without = int(result.num_tokens.sum()) * self._costs.plain(rows) / rows
+        self._switches.current.measure(without, passed)
 
-    def _expect(self, answers: Iterable[Answer]) -> None:
-        """Off: what would drafts save now? Nothing is verified."""
-        rows = [answer for answer in answers if self._may_draft(answer)]
-        if not rows:
-            return
-        draft = self._drafter.propose([answer.seq.seq_id for answer in rows], self._limits(rows))
-        gained, lengths = self._budget(draft)
-        plain = self._costs.plain(len(rows))
-        extra = float(self._costs.extra(len(rows), int(lengths.sum()))[-1])
-        self._switch.expect(
-            (len(rows) + gained) * plain / len(rows), plain + extra + self._costs.host_seconds(len(rows))
-        )
+    def _turn(self, rows: int, was_on: bool, answers: Mapping[int, Answer]) -> None:
+        """Go on as the present load's switch says. Drafts that were proposed for the next step are taken back."""
+        if was_on and not self._switches.meet(rows).on:
+            for answer in self._running(answers, ready=False):
+                self._scheduler.propose(answer.seq.seq_id, 0)
+        else:
+            self._switches.meet(rows)
 
-    def _budget(self, draft: Draft) -> tuple[float, np.ndarray]:
-        """Expected accepted drafts, and the lengths to verify, by the best rate over all budgets."""
+    def _probe(self, decodes: int, answers: Mapping[int, Answer]) -> None:
+        """Off: what would drafts save now? A few rows are drafted, nothing is verified."""
+        begin = time.perf_counter()
+        rows = self._sample(self._running(answers, ready=False))
+        if rows:
+            draft = self._following.draft(rows, self._limits(rows), self._floor(decodes))
+            tokens = scaled_tokens(expected_tokens(draft.survivals()), len(rows), decodes)
+            seconds = self._seconds(decodes, tokens.size - 1)
+            best = self._best(decodes, tokens, seconds)
+            plain = self._costs.plain(decodes)
+            without, along = (decodes + float(tokens[best])) * plain / decodes, float(seconds[best])
+            self._best_gain = max(self._best_gain, without / along)
+            self._switches.current.expect(without, along)
+        self._credit.spend(time.perf_counter() - begin)
+
+    def _sample(self, rows: list[Answer]) -> list[Answer]:
+        """Rows to look at: those that are followed already, then new ones as long as little has to be read for them."""
+        rows.sort(key=self._following.follows, reverse=True)
+        chosen: list[Answer] = []
+        behind = 0
+        for answer in rows[:_PROBED_ROWS]:
+            behind += self._following.behind(answer)
+            if chosen and behind > _PROBED_TOKENS:
+                break
+            chosen.append(answer)
+        return chosen
+
+    def _lengths(self, draft: Draft) -> np.ndarray:
+        """How much of each row's draft to verify, int32 [R]."""
+        if self._fixed is not None:
+            return np.minimum(draft.counts, self._fixed).astype(np.int32)
+        if self._comparing or not self._costs.known:
+            return np.zeros(draft.rows, np.int32)
         survivals = draft.survivals()
         tokens = expected_tokens(survivals)
-        rows = draft.rows
-        seconds = self._costs.plain(rows) + self._costs.extra(rows, tokens.size - 1) + self._costs.host_seconds(rows)
-        if not self._costs.known:
-            return 0.0, np.zeros(rows, np.int32)
+        budget = self._best(draft.rows, tokens, self._seconds(draft.rows, tokens.size - 1))
+        return admit(survivals, draft.counts, budget)
+
+    def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
+        """Drafts to verify by the best rate over all budgets; 0 unless it is clearly better than none."""
         rate = (rows + tokens) / seconds
         budget = int(rate.argmax())
-        if rate[budget] < _EDGE * rate[0]:
-            budget = 0
-        return float(tokens[budget]), admit(survivals, draft.counts, budget)
+        return budget if rate[budget] >= _EDGE * rate[0] else 0
 
-    def _is_ready(self, answer: Answer) -> bool:
-        """Whether the next row of the sequence follows a token that is known."""
-        state, slot = self._scheduler.state, answer.seq.slot
-        return slot >= 0 and self._may_draft(answer) and not state.pending[slot]
+    def _seconds(self, rows: int, most: int) -> np.ndarray:
+        """float64 [most + 1], of a synchronous step with 0..most drafts."""
+        return self._costs.plain(rows) + self._costs.extra(rows, most) + self._costs.host_seconds(rows)
 
-    def _may_draft(self, answer: Answer) -> bool:
-        state, slot = self._scheduler.state, answer.seq.slot
-        return (
-            slot >= 0
-            and answer.seq.seq_id in self._known
-            and state.seq_ids[slot] == answer.seq.seq_id
-            and state.computed[slot] >= state.target[slot]
-        )
+    def _floor(self, rows: int) -> float:
+        if self._fixed is not None or not self._costs.known:
+            return 0.0
+        return worthless_below(rows, self._seconds(rows, rows * self._following.drafter.max_draft))
+
+    # --- rows ------------------------------------------------------------------------------------------------
+
+    def _running(self, answers: Mapping[int, Answer], *, ready: bool) -> list[Answer]:
+        """Sequences past their prompts, by slot; `ready` ones wait for no token in flight."""
+        state = self._scheduler.state
+        chosen = (state.seq_ids >= 0) & (state.computed >= state.target)
+        if ready:
+            chosen &= state.pending == 0
+        found = [answers.get(seq_id) for seq_id in state.seq_ids[chosen].tolist()]
+        return [answer for answer in found if answer is not None]
 
     def _limits(self, rows: Sequence[Answer]) -> np.ndarray:
         """Tokens that each row may still emit after its next one; none where a grammar chooses the tokens."""
         room = [0 if row.matcher is not None else row.limit - len(row.seq.tokens) - 1 for row in rows]
-        return np.clip(np.array(room, np.int32), 0, self._drafter.max_draft)
-
-    def _clear(self, answers: Iterable[Answer]) -> None:
-        for answer in answers:
-            if answer.seq.slot >= 0:
-                self._scheduler.propose(answer.seq.seq_id, 0)
+        return np.clip(np.array(room, np.int32), 0, self._following.drafter.max_draft)
 
     def _count(self, result: StepResult, rows: np.ndarray) -> None:
         plan = result.plan
