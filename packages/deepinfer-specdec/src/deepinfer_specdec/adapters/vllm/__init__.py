@@ -1,1 +1,1 @@
-"""deepinfer-specdec inside vLLM: n-gram and suffix drafts through vLLM's custom proposer."""
+"""deepinfer-specdec inside vLLM: proposers, and calibrated, planned verification for drafters of vLLM's own."""
