@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,12 @@ _HOST_SHARE = 0.06
 _PRIOR_ROWS = 16  # before anything is known a draft costs as much as a row among this many
 
 
+def _median(values: Iterable[float]) -> float:
+    """The upper one of the two middle values of an even number; numpy's takes ten times as long for a few."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
 class _Medians:
     """Running medians of measurements by integer key."""
 
@@ -27,7 +35,7 @@ class _Medians:
         samples = self._samples.setdefault(key, deque(maxlen=_WINDOW))
         samples.append(value)
         if len(samples) >= _ENOUGH or key not in self.values:
-            self.values[key] = float(np.median(samples))
+            self.values[key] = _median(samples)
 
     def count(self, key: int) -> int:
         """Measurements that the median of `key` rests on."""
@@ -76,26 +84,56 @@ class _Extra:
         return self._kinks
 
 
-class StepCosts:
-    """Seconds of a step with `rows` sequences and B drafts: plain(rows) + extra(B) + host, the latter two by load (a power
-    of two of rows).
+class _Plain:
+    """Seconds of steps without drafts by their rows: medians over ranges of half an octave, linear between them."""
 
-    All are medians of what was measured. Where nothing was, plain is interpolated, and extra is a guess scaled by what the
-    measured points of the same load say about it. The guess is on the high side, so speculation starts with the surest
-    drafts. No monotone shape is forced on extra: some larger steps are cheaper.
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[tuple[int, float]]] = {}
+        self._line: tuple[list[float], list[float]] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._samples)
+
+    def add(self, rows: int, seconds: float) -> None:
+        self._samples.setdefault(round(2.0 * math.log2(rows)), deque(maxlen=_WINDOW)).append((rows, seconds))
+        self._line = None
+
+    def at(self, rows: int) -> float:
+        """Seconds; 0 when nothing was measured. Above all that was, in proportion, which cannot be too cheap by much."""
+        if not self._samples:
+            return 0.0
+        if self._line is None:
+            ranges = sorted(self._samples.items())
+            self._line = (
+                [sum(rows for rows, _ in samples) / len(samples) for _, samples in ranges],
+                [_median([seconds for _, seconds in samples]) for _, samples in ranges],
+            )
+        sizes, seconds = self._line
+        return seconds[-1] * rows / sizes[-1] if rows > sizes[-1] else float(np.interp(rows, sizes, seconds))
+
+
+class StepCosts:
+    """What the loop's steps take, from medians of what was measured.
+
+    A step of the loop that runs ahead takes `ahead(rows)`. A synchronous one takes `alone(rows)`, `extra(rows, B)` for its B
+    drafts, and `host_seconds(rows)` between it and the next; the last two are learned by load (a power of two of rows).
+
+    Where extra was not measured it is a guess, scaled by what the measured points of the same load say about it. The guess
+    is on the high side, so speculation starts with the surest drafts. No monotone shape is forced on it: some larger steps
+    are cheaper.
     """
 
     def __init__(self) -> None:
-        self._plain = _Medians()
-        self._measured_at: dict[int, list[int]] = {}  # rows -> [measurements, step of the last one]
+        self._ahead, self._alone = _Plain(), _Plain()
+        self._measured_at: dict[int, list[int]] = {}  # rows -> [plain measurements, step of the last one]
         self._step = 0
         self._extra: dict[int, _Extra] = {}
         self._host = _Medians()
 
     @property
     def known(self) -> bool:
-        """Whether any plain step was measured."""
-        return bool(self._plain.values)
+        """Whether any step without drafts was measured."""
+        return bool(self._ahead) or bool(self._alone)
 
     def needs_plain(self, rows: int) -> bool:
         """Whether a step without drafts should be run to know what speculation is measured against: nothing like it was
@@ -104,40 +142,63 @@ class StepCosts:
         near = [seen for size, seen in self._measured_at.items() if size <= rows * _NEAR and rows <= size * _NEAR]
         return sum(seen[0] for seen in near) < 2 or self._step - max(seen[1] for seen in near) > _FRESH
 
-    def plain(self, rows: int) -> float:
-        """Seconds of a step that decodes `rows` sequences without drafts; 0 when nothing was measured."""
-        values = self._plain.values
-        if rows in values or not values:
-            return values.get(rows, 0.0)
-        sizes = sorted(values)
-        if rows > sizes[-1]:  # above: in proportion, which cannot be too cheap by much
-            return values[sizes[-1]] * rows / sizes[-1]
-        return float(np.interp(rows, sizes, [values[size] for size in sizes]))
+    def ahead(self, rows: int) -> float:
+        """Seconds that a step of `rows` sequences takes the loop that runs ahead; 0 when nothing was measured.
+
+        Never more than a synchronous step: where that is known better (measured later), it bounds this.
+        """
+        if not self._alone:
+            return self._ahead.at(rows)
+        bound = self._alone.at(rows) + self.host_seconds(rows)
+        return min(self._ahead.at(rows), bound) if self._ahead else bound
+
+    def alone(self, rows: int) -> float:
+        """Seconds of a synchronous step of `rows` sequences without drafts; 0 when nothing was measured."""
+        return self._alone.at(rows) if self._alone else self._ahead.at(rows)
 
     def extra(self, rows: int, most: int) -> NDArray[np.float64]:
         """float64 [most + 1]: what 0..most drafts add to a step of `rows` sequences, seconds."""
-        guess = _GRID * (self.plain(rows) / (rows + _PRIOR_ROWS))
+        guess = _GRID * np.float64(self.alone(rows) / (rows + _PRIOR_ROWS))
         return self._extra.get(load_of(rows), _NOTHING).line(guess, most)
 
     def host_seconds(self, rows: int) -> float:
-        """Time between two synchronous steps that an asynchronous loop would hide; a share of a plain step until measured."""
+        """Time between two synchronous steps that the other loop would hide; a share of a plain step until measured."""
         load = load_of(rows)
         if load in self._host.values:
             return self._host.values[load]
         below = [self._host.values[known] for known in sorted(self._host.values) if known < load]
-        return max([_HOST_SHARE * self.plain(rows), *below[-1:]])
+        return max([_HOST_SHARE * self.alone(rows), *below[-1:]])
+
+    def synchronous(self, rows: int, most: int) -> NDArray[np.float64]:
+        """float64 [most + 1], seconds from one synchronous step to the next with 0..most drafts."""
+        return self.alone(rows) + self.extra(rows, most) + self.host_seconds(rows)
+
+    def fixed_share(self, rows: int) -> float:
+        """Share of a plain step's time, 0..1, that it would take with hardly any rows: reading the weights."""
+        few = max(1, rows // 2)
+        if few == rows:
+            return 1.0
+        whole = self.ahead(rows)
+        per_row = (whole - self.ahead(few)) / (rows - few)
+        return float(np.clip(1.0 - rows * per_row / whole, 0.0, 1.0)) if whole > 0.0 else 1.0
+
+    def observe_ahead(self, rows: int, seconds: float) -> None:
+        """Take in a step of the loop that runs ahead, from the results before to its own. Times <= 0 are ignored."""
+        if rows >= 1 and seconds > 0.0:
+            self._see_plain(rows)
+            self._ahead.add(rows, seconds)
 
     def observe(self, rows: int, drafts: int, seconds: float) -> None:
-        """Take in a step that only decoded or verified. Times that are not positive are ignored."""
+        """Take in a synchronous step that only decoded or verified. Times that are not positive are ignored."""
         if rows < 1 or not seconds > 0.0:
             return
-        self._step += 1
         if drafts == 0:
-            self._plain.add(rows, seconds)
-            seen = self._measured_at.setdefault(rows, [0, 0])
-            seen[:] = seen[0] + 1, self._step
-        elif self.known:
-            self._extra.setdefault(load_of(rows), _Extra()).add(drafts, max(0.0, seconds - self.plain(rows)))
+            self._see_plain(rows)
+            self._alone.add(rows, seconds)
+            return
+        self._step += 1
+        if self.known:
+            self._extra.setdefault(load_of(rows), _Extra()).add(drafts, max(0.0, seconds - self.alone(rows)))
 
     def observe_host(self, rows: int, seconds: float, step_seconds: float) -> None:
         """Take in the time from one step's end to the next one's start in the synchronous loop.
@@ -147,6 +208,11 @@ class StepCosts:
         if 0.0 < seconds < 0.5 * step_seconds:
             self._host.add(load_of(rows), seconds)
 
+    def _see_plain(self, rows: int) -> None:
+        self._step += 1
+        seen = self._measured_at.setdefault(rows, [0, 0])
+        seen[:] = seen[0] + 1, self._step
+
 
 _NOTHING = _Extra()
 
@@ -154,26 +220,3 @@ _NOTHING = _Extra()
 def load_of(rows: int) -> int:
     """The load of `rows` sequences: 0 for 1, 1 for 2, 2 for 3 and 4, 3 for 5..8, ..."""
     return (rows - 1).bit_length()
-
-
-def worthless_below(rows: int, seconds: NDArray[np.float64]) -> float:
-    """Survival below which no draft can be worth its time.
-
-    Plain decoding gives rows / seconds[0] tokens a second. A draft that is added at the cheapest rate the curve has
-    anywhere must give at least as many; half of that is allowed for, since curves are measured.
-
-    Args:
-        rows: sequences in the step.
-        seconds: float64 [n + 1], of the step with 0..n drafts.
-    """
-    if seconds.size < 2 or not seconds[0] > 0.0:
-        return 0.0
-    cheapest = float(((seconds[1:] - seconds[0]) / np.arange(1, seconds.size)).min())
-    return min(1.0, 0.5 * rows * max(0.0, cheapest) / float(seconds[0]))
-
-
-def scaled_tokens(tokens: NDArray[np.float64], rows: int, of: int) -> NDArray[np.float64]:
-    """float64 [n + 1]: expected accepted drafts over `of` sequences from those (`expected_tokens`) over `rows` sampled ones."""
-    factor = of / rows
-    most = int((tokens.size - 1) * factor)
-    return factor * np.interp(np.arange(most + 1) / factor, np.arange(tokens.size), tokens)

@@ -11,19 +11,18 @@ is on the loop is synchronous: a draft follows a token that must be known.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from deepinfer_specdec import Draft, Drafter, SpeculationStatistics, admit, create_drafter
+from deepinfer_specdec import Draft, Drafter, SpeculationStatistics, admit
 from deepinfer_specdec.scheduling.budget import expected_tokens
-from deepinfer_specdec.scheduling.costs import StepCosts, scaled_tokens, worthless_below
+from deepinfer_specdec.scheduling.costs import StepCosts
 from deepinfer_specdec.scheduling.credit import WorkCredit
 from deepinfer_specdec.scheduling.switch import LoadSwitches
+from deepinfer_specdec.scheduling.worth import scaled_tokens, token_worth, worthless_below
 
-from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.engine.native.following import Following
 
 if TYPE_CHECKING:
@@ -31,14 +30,13 @@ if TYPE_CHECKING:
 
     from deepinfer_offline.engine.native.answer import Answer
     from deepinfer_offline.engine.native.runner import ModelRunner, StepResult
-    from deepinfer_offline.models.base import CacheGroup
 
-_LOG = logging.getLogger(__name__)
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
 _SHARE = 0.008  # of the time, for drafts that nobody verifies
 _START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
 _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
+_PACE_RATE = 0.15  # weight of one verification in a sequence's pace
 
 
 class Speculation:
@@ -61,7 +59,8 @@ class Speculation:
         self._switches = LoadSwitches()
         self._costs = StepCosts()
         self._credit = WorkCredit(_SHARE, _START, _SAVED)
-        self._drafted: dict[int, int] = {}  # sequence -> drafts made for the next step, before trimming
+        self._drafted: dict[int, tuple[int, float]] = {}  # sequence -> drafts made for the next step, worth of a token
+        self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
         self.statistics = SpeculationStatistics()
         self._landed = 0.0  # clock when the last step's results were taken
         self._was_synchronous = False
@@ -69,9 +68,13 @@ class Speculation:
         self._steps = {False: 0, True: 0}  # with decode rows, by whether speculation was on
         self._best_gain = 0.0  # highest expected gain so far
 
-    def force(self, length: int | None = None) -> None:
-        """Stay on, whatever it costs: `length` drafts in every row, or what the budget says. For tests and comparisons."""
+    def force(self, length: int | None = None, drafter: Drafter | None = None) -> None:
+        """Stay on, whatever it costs: `length` drafts in every row, or what the budget says; with another drafter if one is
+        given and nothing is unfinished. For tests and comparisons.
+        """
         self._forced, self._fixed = True, length
+        if drafter is not None:
+            self._following = Following(drafter)
 
     @property
     def synchronous(self) -> bool:
@@ -82,6 +85,7 @@ class Speculation:
         """Forget a sequence."""
         self._following.end(answer)
         self._drafted.pop(answer.seq.seq_id, None)
+        self._pace.pop(answer.seq.seq_id, None)
 
     def propose(self, answers: Mapping[int, Answer]) -> None:
         """Before a plan of the synchronous loop: draft for every row that is ready, and tell scheduler and runner."""
@@ -91,9 +95,12 @@ class Speculation:
             return
         draft = self._following.draft(rows, self._limits(rows), self._floor(len(rows)))
         self._comparing = not self._forced and self._costs.needs_plain(draft.rows)
-        lengths = self._lengths(draft)
-        for answer, made, length in zip(rows, draft.counts.tolist(), lengths.tolist(), strict=True):
-            self._drafted[answer.seq.seq_id] = made
+        worth = self._worth(rows)
+        lengths = self._lengths(draft, worth)
+        for answer, made, value, length in zip(
+            rows, draft.counts.tolist(), worth.tolist(), lengths.tolist(), strict=True
+        ):
+            self._drafted[answer.seq.seq_id] = made, value
             self._scheduler.propose(answer.seq.seq_id, length)
         if lengths.any():
             slots = np.array([answer.seq.slot for answer in rows], np.int64)
@@ -107,21 +114,19 @@ class Speculation:
         rows = ~plan.prefills
         decodes = int(rows.sum())
         # From one step's results to the next one's; a longer gap is the caller's, or there was nothing to run.
-        passed = min(now - self._landed, 1.5 * result.seconds)
+        passed = min(now - self._landed, 2.0 * result.seconds)
         steady = decodes == plan.num_rows and synchronous == self._was_synchronous
         self._was_synchronous, self._landed = synchronous, now
         if not decodes:
             return
         self._steps[synchronous] += 1
         if synchronous:
-            self._count(result, rows)
-        if steady and synchronous:
-            self._costs.observe(decodes, int(plan.drafts.sum()), result.seconds)
-            self._costs.observe_host(decodes, passed - result.seconds, result.seconds)
-            self._judge(result, decodes, passed, answers)
-        elif steady:
-            self._costs.observe(decodes, 0, max(passed, result.seconds))
-        if not synchronous:
+            saved = self._count(result, rows)
+            if steady:
+                self._learn(result, decodes, passed, saved)
+        else:
+            if steady:
+                self._costs.observe_ahead(decodes, max(passed, result.seconds))
             self._credit.earn(passed)
             if self._credit.ready and self._costs.known:
                 self._probe(decodes, answers)
@@ -151,12 +156,12 @@ class Speculation:
 
     # --- decisions -------------------------------------------------------------------------------------------
 
-    def _judge(self, result: StepResult, rows: int, passed: float, answers: Mapping[int, Answer]) -> None:
-        """On: what did the step save?"""
-        if self._comparing or self._forced:
-            return
-        without = int(result.num_tokens.sum()) * self._costs.plain(rows) / rows
-        self._switches.current.measure(without, passed)
+    def _learn(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
+        """On: what did the step cost, and what did it save? `saved`: accepted drafts by their worth."""
+        self._costs.observe(rows, int(result.plan.drafts.sum()), result.seconds)
+        self._costs.observe_host(rows, passed - result.seconds, result.seconds)
+        if not (self._comparing or self._forced):
+            self._switches.current.measure((rows + saved) * self._costs.ahead(rows) / rows, passed)
 
     def _turn(self, rows: int, was_on: bool, answers: Mapping[int, Answer]) -> None:
         """Go on as the present load's switch says. Drafts that were proposed for the next step are taken back."""
@@ -169,14 +174,16 @@ class Speculation:
     def _probe(self, decodes: int, answers: Mapping[int, Answer]) -> None:
         """Off: what would drafts save now? A few rows are drafted, nothing is verified."""
         begin = time.perf_counter()
-        rows = self._sample(self._running(answers, ready=False))
+        running = self._running(answers, ready=False)
+        rows = self._sample(running)
         if rows:
             draft = self._following.draft(rows, self._limits(rows), self._floor(decodes))
-            tokens = scaled_tokens(expected_tokens(draft.survivals()), len(rows), decodes)
-            seconds = self._seconds(decodes, tokens.size - 1)
+            worth = dict(zip((answer.seq.seq_id for answer in running), self._worth(running).tolist(), strict=True))
+            value = draft.survivals() * np.array([[worth[answer.seq.seq_id]] for answer in rows], np.float32)
+            tokens = scaled_tokens(expected_tokens(value), len(rows), decodes)
+            seconds = self._costs.synchronous(decodes, tokens.size - 1)
             best = self._best(decodes, tokens, seconds)
-            plain = self._costs.plain(decodes)
-            without, along = (decodes + float(tokens[best])) * plain / decodes, float(seconds[best])
+            without, along = (1.0 + float(tokens[best]) / decodes) * self._costs.ahead(decodes), float(seconds[best])
             self._best_gain = max(self._best_gain, without / along)
             self._switches.current.expect(without, along)
         self._credit.spend(time.perf_counter() - begin)
@@ -193,16 +200,16 @@ class Speculation:
             chosen.append(answer)
         return chosen
 
-    def _lengths(self, draft: Draft) -> np.ndarray:
-        """How much of each row's draft to verify, int32 [R]."""
+    def _lengths(self, draft: Draft, worth: np.ndarray) -> np.ndarray:
+        """How much of each row's draft to verify, int32 [R]: the best budget, spent where drafts save most."""
         if self._fixed is not None:
             return np.minimum(draft.counts, self._fixed).astype(np.int32)
         if self._comparing or not self._costs.known:
             return np.zeros(draft.rows, np.int32)
-        survivals = draft.survivals()
-        tokens = expected_tokens(survivals)
-        budget = self._best(draft.rows, tokens, self._seconds(draft.rows, tokens.size - 1))
-        return admit(survivals, draft.counts, budget)
+        value = draft.survivals() * worth[:, None]
+        tokens = expected_tokens(value)
+        budget = self._best(draft.rows, tokens, self._costs.synchronous(draft.rows, tokens.size - 1))
+        return admit(value, draft.counts, budget)
 
     def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
         """Drafts to verify by the best rate over all budgets; 0 unless it is clearly better than none."""
@@ -210,14 +217,17 @@ class Speculation:
         budget = int(rate.argmax())
         return budget if rate[budget] >= _EDGE * rate[0] else 0
 
-    def _seconds(self, rows: int, most: int) -> np.ndarray:
-        """float64 [most + 1], of a synchronous step with 0..most drafts."""
-        return self._costs.plain(rows) + self._costs.extra(rows, most) + self._costs.host_seconds(rows)
-
     def _floor(self, rows: int) -> float:
         if self._fixed is not None or not self._costs.known:
             return 0.0
-        return worthless_below(rows, self._seconds(rows, rows * self._following.drafter.max_draft))
+        return worthless_below(rows, self._costs.synchronous(rows, rows * self._following.drafter.max_draft))
+
+    def _worth(self, rows: Sequence[Answer]) -> np.ndarray:
+        """What an accepted token of each row saves against the average, float64 [R]."""
+        if self._scheduler.num_waiting or len(rows) < 2:
+            return np.ones(len(rows))
+        left = [(row.limit - len(row.seq.tokens)) / self._pace.get(row.seq.seq_id, 1.0) for row in rows]
+        return token_worth(np.array(left), self._costs.fixed_share(len(rows)))
 
     # --- rows ------------------------------------------------------------------------------------------------
 
@@ -235,44 +245,14 @@ class Speculation:
         room = [0 if row.matcher is not None else row.limit - len(row.seq.tokens) - 1 for row in rows]
         return np.clip(np.array(room, np.int32), 0, self._following.drafter.max_draft)
 
-    def _count(self, result: StepResult, rows: np.ndarray) -> None:
+    def _count(self, result: StepResult, rows: np.ndarray) -> float:
+        """Take a synchronous step into the statistics; returns its accepted drafts, each by its worth."""
         plan = result.plan
         taken = rows & (result.num_tokens > 0)
-        made = [self._drafted.get(seq_id, 0) for seq_id in plan.seq_ids[taken].tolist()]
-        self.statistics.record(np.array(made, np.int64), plan.drafts[taken], result.num_tokens[taken] - 1)
-
-
-_REASONS = {
-    "auto": "suffix: needs no draft model, and outputs of one job repeat its prompts and each other",
-    "ngram": "chosen by --speculative",
-    "suffix": "chosen by --speculative",
-}
-
-
-def make_speculation(
-    wanted: str, groups: Iterable[CacheGroup], scheduler: Scheduler, runner: ModelRunner
-) -> Speculation | None:
-    """What `--speculative` asks for; None for `off`, and for `auto` where the model cannot take drafts back.
-
-    Args:
-        wanted: `off`, `auto`, `ngram` or `suffix`.
-        groups: cache groups of the model.
-        scheduler, runner: of the engine.
-
-    Raises:
-        EngineStartError: the wanted drafter cannot serve this model.
-    """
-    if wanted == "off":
-        return None
-    kept = sorted(group.name for group in groups if group.kind != "prefix")
-    if kept and wanted == "auto":
-        _LOG.info("speculation is off: the model's cache groups %s cannot take rejected drafts back", ", ".join(kept))
-        return None
-    if kept:
-        raise EngineStartError(
-            f"--speculative {wanted}: the model's cache groups {', '.join(kept)} cannot take rejected drafts back; "
-            "use auto or off"
-        )
-    drafter = create_drafter("suffix" if wanted == "auto" else wanted)
-    _LOG.info("speculation with the %s drafter: %s", drafter.name, _REASONS[wanted])
-    return Speculation(drafter, scheduler, runner, _REASONS[wanted])
+        ids, accepted = plan.seq_ids[taken].tolist(), result.num_tokens[taken] - 1
+        made = [self._drafted.get(seq_id, (0, 1.0)) for seq_id in ids]
+        self.statistics.record(np.array([count for count, _ in made], np.int64), plan.drafts[taken], accepted)
+        for seq_id, number in zip(ids, accepted.tolist(), strict=True):
+            pace = self._pace.get(seq_id, 1.0)
+            self._pace[seq_id] = pace + _PACE_RATE * (1.0 + number - pace)
+        return sum(number * worth for number, (_, worth) in zip(accepted.tolist(), made, strict=True))
