@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepinfer_cache.adapters.vllm.groups import GroupLayout
 from deepinfer_cache.hashing import chain_hashes
 from deepinfer_cache.tiers import fingerprint
 
-LAYOUT = "vllm-blocks-v1"  # a page: the block's bytes in every layer, layers in the order of their names
+LAYOUT = "vllm-blocks-v2"  # a page: the block's bytes in every layer, layers in the order of their names
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SAMPLE = 1 << 16
+_ADVICE = "drop --kv-transfer-config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,45 @@ def read_bytes(name: str, value: Any) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def cache_groups(kv_cache_config: Any) -> list[GroupLayout]:
+    """The groups that a store of prefixes holds. Windows that vLLM rebuilds by replaying a hit's tail are not among them.
+
+    Raises:
+        ValueError: a kind of cache that cannot be cut into pages of a prefix, such as the state of an SSM.
+    """
+    groups = []
+    for index in kv_cache_config.prefix_cacheable_group_ids:
+        group = kv_cache_config.kv_cache_groups[index]
+        spec = group.kv_cache_spec
+        layers = list(getattr(spec, "kv_cache_specs", {"": spec}).values())  # a group of like layers of unlike sizes
+        kinds = {cache_window(layer) for layer in layers}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"deepinfer-cache's connector finds layers with different windows in cache group {index}: {_ADVICE}"
+            )
+        size = spec.page_size_bytes * (1 if hasattr(spec, "kv_cache_specs") else len(group.layer_names))
+        groups.append(GroupLayout(index, spec.block_size, kinds.pop(), size))
+    if not groups:
+        raise ValueError(f"deepinfer-cache's connector finds no prefix in this model's KV cache: {_ADVICE}")
+    return groups
+
+
+def cache_window(spec: Any) -> int | None:
+    """Tokens before the next one that a layer's cache must hold; None for all of them.
+
+    Raises:
+        ValueError: neither full nor sliding-window attention.
+    """
+    names = {cls.__name__ for cls in type(spec).__mro__}
+    if "SlidingWindowSpec" in names:
+        return spec.num_retained_tokens
+    if "FullAttentionSpec" in names and getattr(spec, "attention_chunk_size", None) is None:
+        return None
+    raise ValueError(
+        f"deepinfer-cache's connector carries full and sliding-window attention, not {type(spec).__name__}: {_ADVICE}"
+    )
+
+
 def page_keys(request: Any, page_size: int) -> list[bytes]:
     """Keys of the full pages of a request's prompt. They depend on tokens alone, so they are equal in every process."""
     salt = getattr(request, "cache_salt", None) or ""
@@ -68,8 +109,8 @@ def shareable(request: Any) -> bool:
     return not getattr(request, "mm_features", None) and getattr(request, "lora_request", None) is None
 
 
-def mark_of(vllm_config: Any, rank: int) -> bytes:
-    """Fingerprint of model, weights and page layout."""
+def mark_of(vllm_config: Any, rank: int, group: GroupLayout) -> bytes:
+    """Fingerprint of model, weights and the page layout of one cache group."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return fingerprint(
         layout=LAYOUT,
@@ -77,7 +118,8 @@ def mark_of(vllm_config: Any, rank: int) -> bytes:
         weights=weights_digest(Path(model.model), vllm_config.load_config.load_format, model.seed),
         dtype=str(model.dtype),
         cache_dtype=str(cache.cache_dtype),
-        page_size=cache.block_size,
+        page_size=group.block_size,
+        group=f"{group.index}:{group.window}",
         ranks=f"{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}:{rank}",
     )
 
