@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .router import router
     from .rows import compress, engram_gather, kv_gather, kv_insert, norm_rope_insert, rms_norm, rope
     from .selection import candidate_mask, indexer_logits, topk_lowest_index
+    from .v41_step import EntryIndex, WindowIndex, clamped_swiglu, entry_index, pool_groups, selected_slots, window_index
     from .weights import MxWeights, mx_weights, pack_sm90
 
 _LAZY = {
@@ -65,6 +66,13 @@ _LAZY = {
     "router": "router",
     "topk_lowest_index": "selection",
     "MxWeights": "weights",
+    "window_index": "v41_step",
+    "entry_index": "v41_step",
+    "selected_slots": "v41_step",
+    "pool_groups": "v41_step",
+    "clamped_swiglu": "v41_step",
+    "WindowIndex": "v41_step",
+    "EntryIndex": "v41_step",
     "mx_weights": "weights",
     "pack_sm90": "weights",
 }
@@ -76,6 +84,7 @@ __all__ = [
     "NVFP4",
     "ArgumentError",
     "CapabilityRow",
+    "EntryIndex",
     "ExpertParallel",
     "HyperMix",
     "KernelError",
@@ -87,15 +96,18 @@ __all__ = [
     "PackedExperts",
     "RecordFormat",
     "UnsupportedDeviceError",
+    "WindowIndex",
     "apply_bitmask",
     "argmax",
     "cache_slots",
     "candidate_mask",
     "capability_table",
+    "clamped_swiglu",
     "compress",
     "dequantize",
     "device_arch",
     "engram_gather",
+    "entry_index",
     "find_library",
     "indexer_logits",
     "is_supported",
@@ -113,16 +125,19 @@ __all__ = [
     "norm_rope_insert",
     "pack_sm90",
     "paged_gqa",
+    "pool_groups",
     "prepare_experts",
     "rms_norm",
     "rope",
     "rope_insert",
     "router",
     "sample",
+    "selected_slots",
     "silu_mul",
     "sparse_mla_decode",
     "sparse_mla_prefill",
     "topk_lowest_index",
+    "window_index",
 ]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.weights import HyperWeights, LayerWeights, MoeWeights
 from deepinfer_offline.ops import deepsig as ops
+from deepinfer_offline.ops.cuda.support import kernels
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def mix_experts(x: Tensor, moe: MoeWeights, config: V41Config, experts_per_token
         normalise=config.norm_topk_prob,
         scale=config.routed_scaling_factor,
     )
-    routed = ops.moe_experts(x, ids, weights, moe.experts, limit=config.swiglu_limit)
+    grouped = ops.moe_experts if isinstance(moe.experts, ops.ExpertWeights) else kernels().moe_experts
+    routed = grouped(x, ids, weights, moe.experts, limit=config.swiglu_limit)
     return routed + ops.shared_expert(x, moe.shared_gate_up, moe.shared_down, limit=config.swiglu_limit)
 
 

@@ -155,6 +155,20 @@ class EngramHash:
         # Positions that do not exist may hold anything in the buffer.
         return torch.where(exists, self.token_map[ids.masked_fill(~exists, 0)], self.pad)
 
+    def buffered_history(self, tokens: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """The same from the token buffer alone, which also holds the step's own tokens: no index is made on the host.
+
+        Args:
+            tokens: int32 [slots, capacity].
+            slots: int [T], of each row.
+            positions: int64 [T].
+        """
+        back = torch.arange(self.config.engram_max_ngram_size, device=positions.device)
+        places = positions.unsqueeze(1) - back
+        ids = tokens[slots.long().unsqueeze(1), places.clamp_min(0)].to(torch.int64)
+        exists = places >= 0
+        return torch.where(exists, self.token_map[ids.masked_fill(~exists, 0)], self.pad)
+
 
 @dataclass(frozen=True)
 class _HostTable:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -126,6 +126,7 @@ class WeightLoader:
         dtype: of the dense weights.
         device: where the weights go.
         keep_fp4: leave FP4 experts packed; they are unpacked expert by expert when used.
+        pack: what becomes of a layer's experts, one layer after another; None leaves them as they are.
 
     Raises:
         LayoutError: see `account`.
@@ -140,9 +141,10 @@ class WeightLoader:
         dtype: torch.dtype,
         device: str = "cpu",
         keep_fp4: bool = False,
+        pack: Callable[[ExpertWeights], Any] | None = None,
     ) -> None:
         self.reader, self.config, self.schedule = reader, config, schedule
-        self.dtype, self.device, self.keep_fp4 = dtype, device, keep_fp4
+        self.dtype, self.device, self.keep_fp4, self.pack = dtype, device, keep_fp4, pack
         self.stored = account(reader, checkpoint_specs(config, schedule))
 
     def load(self) -> w.ModelWeights:
@@ -225,7 +227,7 @@ class WeightLoader:
         return w.MoeWeights(
             gate=self._float32(f"{prefix}.gate.weight"),
             bias=self._float32(f"{prefix}.gate.bias"),
-            experts=self._experts(prefix, experts),
+            experts=self._experts(prefix, experts) if self.pack is None else self.pack(self._experts(prefix, experts)),
             shared_gate_up=torch.cat((self.dense(f"{shared}.w1.weight"), self.dense(f"{shared}.w3.weight"))),
             shared_down=self.dense(f"{shared}.w2.weight"),
         )

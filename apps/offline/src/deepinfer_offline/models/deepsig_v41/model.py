@@ -13,12 +13,13 @@ from torch.nn import functional
 
 from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.models.base import DraftChooser, DraftedBlocks, ForwardBatch, ModelFacts, ModelOptions
-from deepinfer_offline.models.deepsig_v41.backbone import Backbone, Counters
+from deepinfer_offline.models.deepsig_v41.backbone import Counters
 from deepinfer_offline.models.deepsig_v41.cache import WINDOW, CacheSpec, V41Cache, allocate, block_views
 from deepinfer_offline.models.deepsig_v41.checkpoint import FolderReader, engram_token_map
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.draft import Draft
 from deepinfer_offline.models.deepsig_v41.engram import EngramHash
+from deepinfer_offline.models.deepsig_v41.layers import choose_layers, pack_experts, packs_experts
 from deepinfer_offline.models.deepsig_v41.loader import TensorReader, WeightLoader
 from deepinfer_offline.models.deepsig_v41.memory import dense_weight_bytes, keeps_fp4, workspace_bytes
 from deepinfer_offline.models.deepsig_v41.replay import DECODER_REPLAYS, DecoderReplay
@@ -75,10 +76,10 @@ class DeepSigV41Model:
         if parts.config.active_engram_layers:
             assert token_map is not None, "a model with Engram layers needs the tokenizer's token map"
             engram = EngramHash(parts.config, token_map, options.device)
-        self.backbone = Backbone(
-            parts.config, parts.schedule, weights, frequencies, engram, "paper", options.block_size
-        )
+        layers = choose_layers(parts.config, options)
+        self.backbone = layers(parts.config, parts.schedule, weights, frequencies, engram, "paper", options.block_size)
         self.decoder_replay = decoder_replay
+        self._head = _exact_head(weights, options)
         self.draft = (
             Draft(parts.config, weights, frequencies, options.block_size) if weights.draft is not None else None
         )
@@ -136,7 +137,8 @@ class DeepSigV41Model:
             parts.schedule,
             dtype=options.dtype,
             device=options.device,
-            keep_fp4=keeps_fp4(parts.config, parts.schedule, options.dtype),
+            keep_fp4=keeps_fp4(parts.config, parts.schedule, options.dtype) or packs_experts(parts.config, options),
+            pack=pack_experts if packs_experts(parts.config, options) else None,
         )
         return cls(parts, loader.load(), options, token_map, decoder_replay)
 
@@ -178,6 +180,12 @@ class DeepSigV41Model:
         """See `deepinfer_offline.engine.native.pages.PagedModel`."""
         return block_views(self.spec, cache)
 
+    def capture_limit(self, longest: int) -> int | None:
+        """See `deepinfer_offline.models.base.Capturable`. Scores are as wide as the limit, so there are several."""
+        if not getattr(self.backbone, "captures", False) or self.drafting:
+            return None
+        return min(_capture_limit(longest), self.options.max_model_len)
+
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: V41Cache) -> Tensor:
         """See `Model.forward`. Prompt rows pass the decoder layers only as far as the window needs (`decoder_replay`)."""
@@ -209,8 +217,27 @@ class DeepSigV41Model:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, d] to logits, float32 [n, vocab]; computed in float32."""
+        """Hidden states [n, d] to logits, float32 [n, vocab]; computed in float32.
+
+        Where the head is exact in the model's dtype, CUDA multiplies it so and sums in float32: the same at half the bytes.
+        """
+        if self._head is not None:
+            return torch.mm(hidden, self._head.t(), out_dtype=torch.float32)
         return functional.linear(hidden.float(), self.weights.head)
+
+
+def _exact_head(weights: ModelWeights, options: ModelOptions) -> Tensor | None:
+    """The head in the model's dtype where that loses nothing and the device can sum its products in float32."""
+    if torch.device(options.device).type != "cuda" or options.dtype == torch.float32:
+        return None
+    head = weights.head.to(options.dtype)
+    return head if torch.equal(head.float(), weights.head) else None
+
+
+def _capture_limit(longest: int) -> int:
+    """1024, 1536, 2048, 3072, 4096, ...: at most a third of the width is more than the step needs."""
+    power = max(1024, 1 << (longest - 1).bit_length())
+    return power * 3 // 4 if power > 1024 and longest <= power * 3 // 4 else power
 
 
 def facts_of(parts: V41Parts, options: ModelOptions) -> ModelFacts:

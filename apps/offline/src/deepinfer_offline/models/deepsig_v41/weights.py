@@ -60,11 +60,14 @@ class IndexerWeights:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """gate float32 [experts, d], bias float32 [experts]; shared_gate_up [2m, d], shared_down [d, m]."""
+    """gate float32 [experts, d], bias float32 [experts]; shared_gate_up [2m, d], shared_down [d, m].
+
+    `experts` are `ExpertWeights`, or what a kernel package made of them.
+    """
 
     gate: Tensor
     bias: Tensor
-    experts: ExpertWeights
+    experts: ExpertWeights | Any
     shared_gate_up: Tensor
     shared_down: Tensor
 

@@ -1,0 +1,123 @@
+# The kernel language is no Python that a type checker knows.
+# pyrefly: ignore-errors
+"""What a V4.1 step derives from positions and block tables, and the pooling of token pairs through the ring of open groups."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def window_index_kernel(positions, owners, floors, table, table_stride, own, index, window,
+                        BLOCK: tl.constexpr, W: tl.constexpr):  # fmt: skip
+    """Grid (tokens,): the slots of the last `window` positions, oldest first, -1 below the floor, and the token's own slot."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int32)
+    owner = tl.load(owners + token).to(tl.int64)
+    lane = tl.arange(0, W)
+    key = position - window + 1 + lane
+    present = (key >= tl.maximum(tl.load(floors + owner), 0)) & (lane < window)
+    page = tl.load(table + owner * table_stride + key // BLOCK, mask=present, other=0)
+    slot = page * BLOCK + key % BLOCK
+    tl.store(index + token * window + lane, tl.where(present, slot, -1), mask=lane < window)
+    last = tl.load(table + owner * table_stride + position // BLOCK)
+    tl.store(own + token, last.to(tl.int64) * BLOCK + position % BLOCK)
+
+
+@triton.jit
+def entry_slots_kernel(positions, owners, write_floors, table, table_stride, slots, visible, tokens,
+                       BLOCK: tl.constexpr, RATIO: tl.constexpr, ENTRIES: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+    """Grid (token tiles,): where the entry goes that a token completes, -1 if it completes none or must not write it, and
+    how many entries the token sees."""
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    here = token < tokens
+    position = tl.load(positions + token, mask=here, other=0).to(tl.int32)
+    owner = tl.load(owners + token, mask=here, other=0).to(tl.int64)
+    floor = tl.load(write_floors + owner, mask=here, other=0)
+    closes = here & ((position + 1) % RATIO == 0) & (position >= floor)
+    page = tl.load(table + owner * table_stride + position // BLOCK, mask=closes, other=0).to(tl.int64)
+    slot = page * ENTRIES + position % BLOCK // RATIO
+    tl.store(slots + token, tl.where(closes, slot, -1), mask=here)
+    tl.store(visible + token, (position + 1) // RATIO, mask=here)
+
+
+@triton.jit
+def selected_slots_kernel(chosen, owners, table, table_stride, K,
+                          BLOCK: tl.constexpr, RATIO: tl.constexpr, ENTRIES: tl.constexpr, KB: tl.constexpr):  # fmt: skip
+    """Grid (tokens, tiles): entry numbers to slots, in place; -1 stays."""
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.program_id(1) * KB + tl.arange(0, KB)
+    inside = lane < K
+    entry = tl.load(chosen + token * K + lane, mask=inside, other=-1)
+    present = entry >= 0
+    position = entry * RATIO + (RATIO - 1)
+    owner = tl.load(owners + token).to(tl.int64)
+    page = tl.load(table + owner * table_stride + position // BLOCK, mask=present, other=0)
+    slot = page * ENTRIES + position % BLOCK // RATIO
+    tl.store(chosen + token * K + lane, tl.where(present, slot, -1), mask=inside)
+
+
+@triton.jit
+def pool_groups_kernel(rows, row_stride, positions, owners, firsts, slots, ring, ring_stride_block, ring_stride_row,
+                       ring_blocks, out, width, ring_rows, RATIO: tl.constexpr, D: tl.constexpr):  # fmt: skip
+    """Grid (tokens,): softmax-pool the group that a token completes; its earlier rows are in the step or in the ring."""
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, D)
+    inside = channel < width
+    target = out + token * width + channel
+    if tl.load(slots + token) < 0:
+        tl.store(target, tl.zeros([D], tl.float32), mask=inside)
+    else:
+        position = tl.load(positions + token).to(tl.int32)
+        owner = tl.load(owners + token).to(tl.int64)
+        first = tl.load(firsts + owner)
+        block = tl.load(ring_blocks + owner).to(tl.int64)
+        top = tl.full([D], float("-inf"), tl.float32)
+        for back in tl.static_range(RATIO):
+            at = position - back
+            source = rows + (token - back) * row_stride
+            if at < first:
+                source = ring + block * ring_stride_block + (at % ring_rows) * ring_stride_row
+            top = tl.maximum(top, tl.load(source + width + channel, mask=inside, other=0.0))
+        total = tl.zeros([D], tl.float32)
+        pooled = tl.zeros([D], tl.float32)
+        for step in tl.static_range(RATIO):
+            back = RATIO - 1 - step
+            at = position - back
+            source = rows + (token - back) * row_stride
+            if at < first:
+                source = ring + block * ring_stride_block + (at % ring_rows) * ring_stride_row
+            weight = tl.exp(tl.load(source + width + channel, mask=inside, other=0.0) - top)
+            total += weight
+            pooled += weight * tl.load(source + channel, mask=inside, other=0.0)
+        tl.store(target, pooled / total, mask=inside)
+
+
+@triton.jit
+def keep_rows_kernel(rows, row_stride, positions, owners, ends, ring, ring_stride_block, ring_stride_row, ring_blocks,
+                     width, ring_rows, D: tl.constexpr):  # fmt: skip
+    """Grid (tokens,): store the last `ring_rows` rows of each sequence's chunk in its ring."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int32)
+    owner = tl.load(owners + token).to(tl.int64)
+    if position >= tl.load(ends + owner) - ring_rows:
+        channel = tl.arange(0, D)
+        block = tl.load(ring_blocks + owner).to(tl.int64)
+        value = tl.load(rows + token * row_stride + channel, mask=channel < width, other=0.0)
+        target = ring + block * ring_stride_block + (position % ring_rows) * ring_stride_row + channel
+        tl.store(target, value, mask=channel < width)
+
+
+@triton.jit
+def clamped_swiglu_rows_kernel(gate_up, stride, out, width, limit, BLOCK: tl.constexpr):
+    """silu(min(gate, limit)) * clip(up), float32 inside, rounded once; grid (rows, channel tiles)."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < width
+    gate = tl.load(gate_up + row * stride + channel, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + width + channel, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + channel, value.to(out.dtype.element_ty), mask=mask)
