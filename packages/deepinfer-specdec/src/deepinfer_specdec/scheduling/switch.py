@@ -16,23 +16,27 @@ class SwitchOptions:
 
     Attributes:
         enter: expected gain from which speculation is switched on.
-        leave: gain below which it is switched off.
         memory: steps that a gain is averaged over.
+        patience: loss, in steps, at which it is switched off.
+        reserve: gain, in steps, that is set against later losses at most; what was won long ago pays for nothing.
         settle: steps after switching on before measurements may switch it off again.
         pause: steps that it stays off after failing; doubled with every failure in a row.
         longest_pause: most steps of a pause.
     """
 
     enter: float = 1.06
-    leave: float = 1.01
     memory: float = 8.0
-    settle: int = 4
+    patience: float = 0.5
+    reserve: float = 0.75
+    settle: int = 2
     pause: int = 48
     longest_pause: int = 512
 
     def __post_init__(self) -> None:
-        if not self.enter > self.leave > 0.0:
-            raise SpecDecodeError(f"enter {self.enter}, leave {self.leave}; allowed: enter > leave > 0")
+        if not self.enter > 1.0:
+            raise SpecDecodeError(f"enter {self.enter}; allowed: > 1")
+        if not (self.patience > 0.0 and self.reserve >= 0.0):
+            raise SpecDecodeError(f"patience {self.patience}, reserve {self.reserve}; allowed: > 0 and >= 0 steps")
         if self.memory < 1.0 or self.settle < 1 or self.pause < 1 or self.longest_pause < self.pause:
             raise SpecDecodeError(f"{self}; allowed: memory, settle, pause >= 1 and longest_pause >= pause")
 
@@ -68,7 +72,8 @@ class SpeculationSwitch:
         self.on = False
         self.changes = 0
         self._expected = _Gain(self.options.memory)
-        self._measured = _Gain(2.0 * self.options.memory)
+        self._measured = _Gain(self.options.memory)
+        self._balance = 0.0  # steps won since it went on, at most the reserve; negative: lost
         self._pause = self.options.pause
         self._wait = 0  # steps to stay off
         self._trust = 1.0  # what forecasts have been worth lately: measured over expected gain
@@ -92,14 +97,17 @@ class SpeculationSwitch:
 
     def measure(self, seconds_without: float, seconds_with: float) -> bool:
         """On: take in the clock of one step; returns whether speculation is still on."""
+        if not seconds_with > 0.0:
+            return self.on
         self._measured.add(seconds_without, seconds_with)
+        self._balance = min(self.options.reserve, self._balance + seconds_without / seconds_with - 1.0)
         if self._measured.steps >= self.options.settle:
-            if self._measured.value < self.options.leave:
-                self._trust *= max(0.5, self._measured.value / self._promised)
+            if self._balance < -self.options.patience:
+                self._trust *= min(1.0, max(0.5, self._measured.value / self._promised))
                 self._wait = self._pause
                 self._pause = min(2 * self._pause, self.options.longest_pause)
                 self._turn(False)
-            elif self._measured.steps >= 8 * self.options.settle:
+            elif self._measured.steps >= 16 * self.options.settle:
                 self._pause = self.options.pause  # it has paid for long enough: forget earlier failures
         return self.on
 
@@ -112,6 +120,7 @@ class SpeculationSwitch:
     def _turn(self, on: bool) -> None:
         self.on = on
         self.changes += 1
+        self._balance = 0.0
         self._expected.clear()
         self._measured.clear()
 

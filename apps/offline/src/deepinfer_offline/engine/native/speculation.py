@@ -36,6 +36,7 @@ _SHARE = 0.008  # of the time, for drafts that nobody verifies
 _START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
 _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
+_OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
 _PACE_RATE = 0.15  # weight of one verification in a sequence's pace
 
 
@@ -93,9 +94,9 @@ class Speculation:
         rows = self._running(answers, ready=True)
         if not rows:
             return
-        draft = self._following.draft(rows, self._limits(rows), self._floor(len(rows)))
-        self._comparing = not self._forced and self._costs.needs_plain(draft.rows)
         worth = self._worth(rows)
+        draft = self._following.draft(rows, self._limits(rows), self._floor(worth))
+        self._comparing = not self._forced and self._costs.needs_plain(draft.rows)
         lengths = self._lengths(draft, worth)
         for answer, made, value, length in zip(
             rows, draft.counts.tolist(), worth.tolist(), lengths.tolist(), strict=True
@@ -161,7 +162,9 @@ class Speculation:
         self._costs.observe(rows, int(result.plan.drafts.sum()), result.seconds)
         self._costs.observe_host(rows, passed - result.seconds, result.seconds)
         if not (self._comparing or self._forced):
-            self._switches.current.measure((rows + saved) * self._costs.ahead(rows) / rows, passed)
+            expected = float(self._costs.synchronous(rows, int(result.plan.drafts.sum()))[-1])
+            without = (rows + saved) * self._costs.ahead(rows) / rows
+            self._switches.current.measure(without, min(passed, _OUTLIER * expected))
 
     def _turn(self, rows: int, was_on: bool, answers: Mapping[int, Answer]) -> None:
         """Go on as the present load's switch says. Drafts that were proposed for the next step are taken back."""
@@ -177,9 +180,10 @@ class Speculation:
         running = self._running(answers, ready=False)
         rows = self._sample(running)
         if rows:
-            draft = self._following.draft(rows, self._limits(rows), self._floor(decodes))
-            worth = dict(zip((answer.seq.seq_id for answer in running), self._worth(running).tolist(), strict=True))
-            value = draft.survivals() * np.array([[worth[answer.seq.seq_id]] for answer in rows], np.float32)
+            worth = self._worth(running)
+            draft = self._following.draft(rows, self._limits(rows), self._floor(worth))
+            of = dict(zip((answer.seq.seq_id for answer in running), worth.tolist(), strict=True))
+            value = draft.survivals() * np.array([[of[answer.seq.seq_id]] for answer in rows], np.float32)
             tokens = scaled_tokens(expected_tokens(value), len(rows), decodes)
             seconds = self._costs.synchronous(decodes, tokens.size - 1)
             best = self._best(decodes, tokens, seconds)
@@ -217,10 +221,13 @@ class Speculation:
         budget = int(rate.argmax())
         return budget if rate[budget] >= _EDGE * rate[0] else 0
 
-    def _floor(self, rows: int) -> float:
+    def _floor(self, worth: np.ndarray) -> float:
+        """Survival below which no draft of rows of this `worth` [R] can pay."""
+        rows = len(worth)
         if self._fixed is not None or not self._costs.known:
             return 0.0
-        return worthless_below(rows, self._costs.synchronous(rows, rows * self._following.drafter.max_draft))
+        seconds = self._costs.synchronous(rows, rows * self._following.drafter.max_draft)
+        return worthless_below(rows, seconds) / float(worth.max())
 
     def _worth(self, rows: Sequence[Answer]) -> np.ndarray:
         """What an accepted token of each row saves against the average, float64 [R]."""
