@@ -61,12 +61,20 @@ def test_a_full_disk_at_the_end_keeps_every_answer(run, monkeypatch):
         return real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(JobError, match=r"No space left on device; every answer is kept in .*out.jsonl.journal"):
+    with pytest.raises(JobError, match=r"cannot write .*out.jsonl.partial: No space left on device"):
         run(jobs(3))
     assert run.leftovers() == ["out.jsonl.journal"]
     monkeypatch.undo()
     assert len(run(jobs(3))) == 3
     assert len(run.engines) == 1
+
+
+def test_an_output_that_is_a_link_stays_one(run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "elsewhere" / "there.jsonl")
+    assert len(run(jobs(3))) == 3
+    assert (tmp_path / "out.jsonl").is_symlink()
+    assert len((tmp_path / "elsewhere" / "there.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_csv_file(run, tmp_path):

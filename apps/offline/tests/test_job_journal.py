@@ -141,7 +141,7 @@ def test_a_full_disk_is_one_sentence(open_journal, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(JobError, match=r"No space left on device.*is kept"):
+    with pytest.raises(JobError, match=r"cannot write .*: No space left on device"):
         journal.append(1, 200, b"{}")
 
 

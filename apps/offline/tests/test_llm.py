@@ -104,6 +104,10 @@ def test_stop_strings_need_a_tokenizer_and_params_must_match(llm: LLM) -> None:
     (output,) = llm.generate([[7, 8]], SamplingParams(stop="x"))
     assert output.error is not None
     assert output.error.param == "stop"
+    with pytest.raises(
+        TypeError, match=r"sampling_params must be SamplingParams\(...\), got dict \{'temperature': 0\}"
+    ):
+        llm.generate([1, 2], {"temperature": 0})  # pyrefly: ignore
     with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
         llm.generate([[7, 8]], [SamplingParams(), SamplingParams()])
 

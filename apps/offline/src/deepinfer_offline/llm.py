@@ -119,6 +119,7 @@ class LLM:
 
         Raises:
             ValueError: the number of parameters is not the number of prompts.
+            TypeError: something else than `SamplingParams` among the parameters.
         """
         items = [prompts] if _is_one(prompts) else list(prompts)
         return self._answer(items, self._ids, sampling_params, use_tqdm=use_tqdm)
@@ -280,7 +281,10 @@ def _params_of(params: Any, count: int) -> list[SamplingParams]:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
-    asked = list(params)
+    asked: list[Any] = [params] if isinstance(params, Mapping) else list(params)
+    for one in asked:
+        if not isinstance(one, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams(...), got {type(one).__name__} {one!r:.60}")
     if len(asked) != count:
         raise ValueError(f"{len(asked)} sampling_params for {count} prompts; give one for all, or one a prompt")
     return asked

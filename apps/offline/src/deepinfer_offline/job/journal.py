@@ -167,7 +167,7 @@ class Journal:
         self._dirty = True
 
     def _failed(self, error: OSError) -> JobError:
-        return JobError(f"cannot write {self.path}: {error.strerror}; what was answered before is kept")
+        return JobError(f"cannot write {self.path}: {error.strerror}")
 
 
 def _is_torn_header(start: bytes) -> bool:

@@ -49,6 +49,7 @@ def write_output(
     Raises:
         JobError: the disk is full or failed. The journal is left as it is.
     """
+    path = path.resolve()  # a link stays a link
     partial = partial_path(path)
     written = Written()
     done = journal.answered()
@@ -71,7 +72,7 @@ def write_output(
     except OSError as error:
         partial.unlink(missing_ok=True)  # it may be what fills the disk
         raise JobError(
-            f"cannot write {error.filename or partial}: {error.strerror}; every answer is kept in {journal.path}"
+            f"cannot write {error.filename or partial}: {error.strerror}"  # the command says where the answers are
         ) from error
     return written
 
