@@ -34,7 +34,7 @@ def exact(logits: list[float], params: SamplingParams) -> np.ndarray:
         ordered = ordered[: params.top_k]
     total, running, kept = sum(weights[t] for t in ordered), 0.0, []
     for token in ordered:
-        if running >= params.top_p * total:
+        if params.top_p < 1 and running >= params.top_p * total:  # at 1 nothing is dropped, however little it weighs
             break
         kept.append(token)
         running += weights[token]
@@ -163,7 +163,7 @@ def test_penalties_equal_a_plain_restatement(prompt, answer, presence, frequency
     tokens = torch.full((2, 20), 5, dtype=torch.int32)  # what lies past the end must not count
     tokens[1, : len(prompt) + len(answer)] = torch.tensor(prompt + answer, dtype=torch.int32)
     batch = SamplingBatch(np.array([1]), np.array([len(prompt) + len(answer)]), tokens)
-    adjusted = Sampler(table)._adjust(torch.from_numpy(logits)[None], batch)[0]
+    adjusted = Sampler(table)._adjust(torch.tensor(logits)[None], batch)[0]
     assert np.allclose(adjusted.numpy(), penalised(logits, prompt, answer, params), atol=1e-5)
 
 
@@ -180,9 +180,11 @@ def test_masks_bias_and_held_back_stops() -> None:
     mask = np.zeros((1, 3), np.int32)
     mask[0, 1] = 1 << 8  # token 40 alone
     batch = SamplingBatch(np.arange(4), np.array([4, 4, 5, 6]), None, np.array([0]), mask)
+    assert Sampler(table)(logits.clone(), batch).ids.tolist() == [40, 3, 0, 69]
     before = logits.clone()
+    table = table_of([*params[:3], SamplingParams(temperature=0, min_tokens=2, logprobs=0)], 70, 4, (69,))
     assert Sampler(table)(logits, batch).ids.tolist() == [40, 3, 0, 69]
-    assert torch.equal(logits, before)
+    assert torch.equal(logits, before)  # log-probabilities are of what the model said
 
 
 def test_the_top_bit_of_a_mask_word_works_and_short_masks_forbid_the_rest() -> None:

@@ -30,7 +30,7 @@ class Sampler:
         """Draw.
 
         Args:
-            logits: float32 [n, vocab]. Not changed.
+            logits: float32 [n, vocab]. Changed unless a row asks for log-probabilities: copying all rows is not free.
             batch: the rows.
 
         Returns:
@@ -54,7 +54,7 @@ class Sampler:
         return ids
 
     def _adjust(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Logits after everything that can change the likeliest token; a copy if anything changes."""
+        """Logits after everything that can change the likeliest token; the same tensor object if nothing does."""
         table, slots = self.table, batch.slots
         held = np.flatnonzero(batch.positions < table.min_len[slots])
         biased = np.flatnonzero(table.biased[slots])
@@ -62,7 +62,8 @@ class Sampler:
         masked = batch.mask_rows is not None and len(batch.mask_rows) > 0
         if not (masked or len(held) or len(biased) or len(penalised)):
             return logits
-        adjusted = logits.clone()
+        kept = (table.logprobs[slots] >= 0).any()
+        adjusted = logits.clone() if kept else logits.view(logits.shape)
         if masked:
             assert batch.mask_rows is not None
             assert batch.masks is not None, "mask rows without masks"
