@@ -88,3 +88,9 @@ def test_other_kinds_of_cache_are_refused_by_name():
         translate.cache_groups(config(FullAttentionSpec(), MambaSpec()))
     with pytest.raises(ValueError, match="no prefix in this model's KV cache"):
         translate.cache_groups(config(MambaSpec(), cacheable=()))
+
+
+def test_context_parallelism_is_refused_with_a_sentence():
+    translate.require_whole_pages(SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1))
+    with pytest.raises(ValueError, match="spreads them over 4 ranks: drop --kv-transfer-config"):
+        translate.require_whole_pages(SimpleNamespace(decode_context_parallel_size=4, prefill_context_parallel_size=1))

@@ -7,6 +7,12 @@ FULL = GroupLayout(index=0, block_size=4, window=None, page_bytes=1)
 WINDOW = GroupLayout(index=1, block_size=4, window=5, page_bytes=1)  # a hit of 12 needs tokens 7 .. 11: pages 1 and 2
 
 
+def matched(book, name, keys, computed, length):
+    count = book.match(name, keys, computed, length)
+    assert count is not None
+    return count
+
+
 def ledger(on_disk=(), host_pages=100):
     return Ledger([FULL], [Shelf(set(on_disk).__contains__, host_pages)], alignment=4)
 
@@ -27,7 +33,7 @@ def test_leading_kept_pages_are_found_and_one_token_is_left_to_compute():
 
 def test_loads_name_the_blocks_behind_the_local_hit():
     book = ledger(KEYS[:4])
-    count = book.match("r", [KEYS[:4]], computed=4, length=17)
+    count = matched(book, "r", [KEYS[:4]], 4, 17)
     book.load("r", [[70, 71, 72, 73, 74]], count)
     assert book.take().loads == {"r": [(0, KEYS[i], 70 + i) for i in (1, 2, 3)]}
     assert book.take().loads == {}
@@ -72,7 +78,7 @@ def test_a_resumed_request_starts_with_its_new_blocks():
 
 def test_a_request_waits_for_pages_that_another_one_loads():
     book = ledger(KEYS[:4])
-    count = book.match("a", [KEYS[:4]], 0, 17)
+    count = matched(book, "a", [KEYS[:4]], 0, 17)
     book.load("a", [[1, 2, 3, 4, 5]], count)
     assert book.match("b", [KEYS[:4]], 0, 17) is None
     assert book.match("c", [[KEYS[5], *KEYS[:3]]], 0, 17) == 0  # another prompt: its first page is not there
@@ -83,7 +89,7 @@ def test_a_request_waits_for_pages_that_another_one_loads():
 @pytest.mark.parametrize("ending", ["finish", "fail"])
 def test_nobody_waits_for_a_load_that_ended_otherwise(ending):
     book = ledger(KEYS[:4])
-    book.load("a", [[1, 2, 3, 4, 5]], book.match("a", [KEYS[:4]], 0, 17))
+    book.load("a", [[1, 2, 3, 4, 5]], matched(book, "a", [KEYS[:4]], 0, 17))
     if ending == "finish":
         book.finish("a")
         assert book.match("b", [KEYS[:4]], 0, 17) == 16
@@ -94,7 +100,7 @@ def test_nobody_waits_for_a_load_that_ended_otherwise(ending):
 
 def test_pages_that_some_worker_cannot_read_are_computed_and_saved_again():
     book = ledger(KEYS[:3])
-    book.load("r", [[1, 2, 3, 4]], book.match("r", [KEYS[:3]], 0, 13))
+    book.load("r", [[1, 2, 3, 4]], matched(book, "r", [KEYS[:3]], 0, 13))
     book.take()
     book.loaded(["r"], failed={"r"})
     assert book.match("r", [KEYS[:3]], 0, 13) == 0  # although the files of this worker are there
@@ -107,7 +113,7 @@ def test_tokens_from_host_memory_are_counted():
     book = Ledger([FULL], [Shelf(set(KEYS[:4]).__contains__, 2)], alignment=4)
     book.match("a", [KEYS[:2]], 0, 9)
     book.schedule("a", [[1, 2, 3]], True, computed=9)  # the first two pages are in host memory now
-    count = book.match("b", [KEYS[:4]], 0, 17)
+    count = matched(book, "b", [KEYS[:4]], 0, 17)
     book.load("b", [[4, 5, 6, 7, 8]], count)
     assert (count, book.host_tokens("b", count)) == (16, 8)
     assert book.host_tokens("unknown", 4) == 0

@@ -70,6 +70,7 @@ class DeepInferConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         compat.recompute_failed_loads(vllm_config.kv_transfer_config)
         self._options = translate.ConnectorOptions.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        translate.require_whole_pages(vllm_config.parallel_config)
         self._groups = translate.cache_groups(kv_cache_config)
         self._host_pages = self._options.host_bytes // sum(group.page_bytes for group in self._groups)
         if role == KVConnectorRole.SCHEDULER:

@@ -98,6 +98,15 @@ def cache_window(spec: Any) -> int | None:
     )
 
 
+def require_whole_pages(parallel_config: Any) -> None:
+    """Raise ValueError where context parallelism spreads the tokens of a page over ranks."""
+    ranks = parallel_config.decode_context_parallel_size * parallel_config.prefill_context_parallel_size
+    if ranks > 1:
+        raise ValueError(
+            f"deepinfer-cache's connector keeps whole pages, and context parallelism spreads them over {ranks} ranks: {_ADVICE}"
+        )
+
+
 def page_keys(request: Any, page_size: int) -> list[bytes]:
     """Keys of the full pages of a request's prompt. They depend on tokens alone, so they are equal in every process."""
     salt = getattr(request, "cache_salt", None) or ""
