@@ -6,13 +6,14 @@ import atexit
 import functools
 import threading
 from dataclasses import replace
+from typing import Any
 
 from deepinfer_structured.config import Options
 from deepinfer_structured.engines import llguidance, xgrammar
-from deepinfer_structured.errors import EngineMissing, LimitExceeded, StructuredError
+from deepinfer_structured.errors import EngineMissing, LimitExceeded, StructuredError, UnsatisfiableSchema
 from deepinfer_structured.grammar import Grammar
 from deepinfer_structured.lowering import Lowered, lower_spec
-from deepinfer_structured.schema import values
+from deepinfer_structured.schema import blame, values
 from deepinfer_structured.spec import Spec
 from deepinfer_structured.store import GrammarStore
 from deepinfer_structured.vocab import Vocabulary
@@ -20,6 +21,8 @@ from deepinfer_structured.worker import Worker
 
 _INLINE_BYTES = 8_000  # a specification up to this size is lowered in the calling process
 _INLINE_SECONDS = 1.0
+_TEXTUAL = ("fuel", "lexeme", "regex", "NoExtension")  # words of the library's messages about terminals
+_TRIAL = "deepinfer_structured.trial"
 _lock = threading.Lock()
 
 
@@ -32,14 +35,17 @@ def compile_spec(spec: Spec, vocabulary: Vocabulary, options: Options | None = N
     Raises:
         InvalidSpec: the specification is malformed or nothing can satisfy it.
         UnsupportedSchema: a keyword cannot be enforced and the policy is `error`.
-        LimitExceeded: it is too large, deep or slow.
+        LimitExceeded: it is too large, deep or slow; for a schema, the keyword that is to blame is named.
         EngineMissing: no installed library can enforce it.
     """
     options = options or Options()
     if not llguidance.available:
         return _compile_without_llguidance(spec, vocabulary, options)
     found = lower_safely(spec, options)
-    compiled = llguidance.LlguidanceGrammar(found.text, vocabulary)
+    try:
+        compiled = llguidance.LlguidanceGrammar(found.text, vocabulary)
+    except StructuredError as error:
+        raise _explained(error, spec, found, options) from None
     return Grammar(spec, vocabulary, found.engine, compiled, found.notes, found.unique, found.distinct_keys)
 
 
@@ -49,7 +55,10 @@ def lower_safely(spec: Spec, options: Options) -> Lowered:
     store = GrammarStore(options.cache_dir) if options.cache_dir else None
     found = store.get(spec, options) if store else None
     if found is None:
-        found = _lower(spec, options)
+        try:
+            found = _lower(spec, options)
+        except UnsatisfiableSchema as error:
+            raise _explained(error, spec, None, options) from None
         if store:
             store.put(spec, options, found)
     return found
@@ -62,9 +71,16 @@ def _lower(spec: Spec, options: Options) -> Lowered:
         found = _lower_quickly(spec, replace(options, limits=replace(options.limits, seconds=seconds)))
         if found is not None and len(found.text) <= options.limits.safe_bytes:
             return found
-    return _worker(options.limits.worker_mib).call(
-        __name__, "lower_on_trial", (spec, options), 2 * options.limits.seconds + 1.0
-    )
+    try:
+        return _tried(spec, _call("lower_on_trial", (spec, options), options), options)
+    except LimitExceeded as error:
+        if spec.kind != "json_schema":
+            raise
+        refusal = error if error.keyword else _placed(spec, error)
+    try:  # what is too much here may not be for the library's own schema compiler
+        return _tried(spec, _call("lower_natively", (spec, options), options), options)
+    except StructuredError:
+        raise refusal from None
 
 
 def _lower_quickly(spec: Spec, options: Options) -> Lowered | None:
@@ -74,49 +90,45 @@ def _lower_quickly(spec: Spec, options: Options) -> Lowered | None:
         return None  # the worker has the full limits, and the last word
 
 
-def lower_on_trial(spec: Spec, options: Options) -> Lowered:
-    """Lower a specification and build it once for a small vocabulary: what the worker process runs.
-
-    A JSON schema whose alternatives multiply beyond the limits is given to llguidance's own schema compiler instead,
-    which enforces or refuses every keyword that it meets.
-    """
-    seconds = 0.7 * options.limits.seconds if spec.kind == "json_schema" else options.limits.seconds
+def _tried(spec: Spec, found: Lowered, options: Options) -> Lowered:
+    """The grammar, if the worker can build it."""
     try:
-        found = lower_spec(spec, replace(options, limits=replace(options.limits, seconds=seconds)))
-        _build_on_trial(found)
+        _call("build_on_trial", (found.text,), options)
     except StructuredError as error:
-        limited = isinstance(error, LimitExceeded) or str(error).startswith("panic")
-        if spec.kind != "json_schema" or not limited:
-            raise
-        found = _native_schema(spec, options, error)
-        _build_on_trial(found)
+        raise _explained(error, spec, found, options) from None
     return found
 
 
-def _native_schema(spec: Spec, options: Options, reason: StructuredError) -> Lowered:
-    schema = values.load(spec.content)
-    if len(spec.content) > options.limits.max_bytes or not isinstance(schema, dict):
-        raise reason
-    if values.depth(schema, options.limits.max_depth) > options.limits.max_depth:
-        raise reason
-    blank = {"whitespace_pattern": f"[ \\n\\r\\t]{{1,{options.max_whitespace}}}"} if options.max_whitespace else {}
-    overrides = blank or {"whitespace_flexible": False}
-    text = llguidance.require().LLMatcher.grammar_from_json_schema(spec.content, overrides=overrides)
+def _explained(error: StructuredError, spec: Spec, found: Lowered | None, options: Options) -> StructuredError:
+    """An error of a schema, or of the grammar that it was lowered to, with the keyword to blame and a way out."""
+    if spec.kind != "json_schema" or getattr(error, "keyword", ""):
+        return error
+    if isinstance(error, UnsatisfiableSchema):
+        try:
+            return _call("explain_misfit", (spec, options), options)
+        except StructuredError:
+            return error
+    message = str(error)[:200]
+    if found is None or not (isinstance(error, LimitExceeded) or message.startswith("panic")):
+        return error
+    textual = any(word in message for word in _TEXTUAL)
+    pointer, keyword = found.longest_terminals if textual else found.most_rules
+    if not keyword:
+        return LimitExceeded(message)
+    what = "its texts are too costly to match" if textual else f"its grammar is too large ({len(found.text)} bytes)"
+    return LimitExceeded(f"{what}: {message}", pointer, keyword, blame.SHORTER if textual else blame.SMALLER)
+
+
+def _placed(spec: Spec, error: LimitExceeded) -> LimitExceeded:
+    """The error with the keyword that most likely is too much."""
     try:
-        llguidance.LlguidanceGrammar(text, _trial_vocabulary())
-    except StructuredError as error:
-        raise LimitExceeded(f"{reason}; and llguidance refuses it: {error}") from None
-    note = "compiled by llguidance: too many alternatives to be lowered here"
-    return Lowered("llguidance", text, (note,), distinct_keys="minProperties" in spec.content)
+        return LimitExceeded(error.reason, *blame.of_text(values.load(spec.content)), blame.FEWER)
+    except StructuredError:
+        return error
 
 
-def _build_on_trial(found: Lowered) -> None:
-    llguidance.LlguidanceGrammar(found.text, _trial_vocabulary())
-
-
-@functools.cache
-def _trial_vocabulary() -> Vocabulary:
-    return Vocabulary.bytewise()
+def _call(function: str, arguments: tuple[Any, ...], options: Options) -> Any:
+    return _worker(options.limits.worker_mib).call(_TRIAL, function, arguments, 2 * options.limits.seconds)
 
 
 @functools.cache

@@ -18,7 +18,8 @@ class Limits:
         max_depth: nesting of the specification.
         max_rules: grammar rules after lowering.
         max_cases: alternatives that one schema may be split into.
-        seconds: processor time of one compilation; the worker is given twice as much wall time.
+        seconds: processor time to analyse a schema, and wall time to build its grammar on trial. The worker is given twice
+            as much wall time, for a machine that is busy with other things.
         safe_bytes: a lowered grammar up to this size is built in the calling process without a trial in the worker.
         worker_mib: address space of the worker process, MiB.
     """
@@ -27,7 +28,7 @@ class Limits:
     max_depth: int = 200
     max_rules: int = 50_000
     max_cases: int = 256
-    seconds: float = 20.0
+    seconds: float = 4.0
     safe_bytes: int = 64_000
     worker_mib: int = 4096
 

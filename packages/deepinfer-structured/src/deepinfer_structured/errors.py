@@ -30,11 +30,31 @@ class UnsupportedSchema(StructuredError):  # noqa: N818
         return UnsupportedSchema, (self.pointer, self.keyword, self.reason, self.way_out)
 
 
-class UnsatisfiableSchema(InvalidSpec):
+class _PlacedError(StructuredError):
+    """An error of a specification that may know the keyword to blame.
+
+    Attributes:
+        reason: what went wrong.
+        pointer: JSON pointer of the keyword's place in the schema; "" is the root.
+        keyword: the keyword to blame, or "" if there is none (the specification is no schema, or is broken as a whole).
+        way_out: what the user can change.
+    """
+
+    def __init__(self, reason: str, pointer: str = "", keyword: str = "", way_out: str = "") -> None:
+        self.reason, self.pointer, self.keyword, self.way_out = reason, pointer, keyword, way_out
+        place = f"schema at {pointer or '/'}: keyword {keyword!r}: " if keyword else ""
+        hint = f". Way out: {way_out}" if way_out else ""
+        super().__init__(f"{place}{reason}{hint}")
+
+    def __reduce__(self) -> tuple[type[_PlacedError], tuple[str, str, str, str]]:
+        return type(self), (self.reason, self.pointer, self.keyword, self.way_out)
+
+
+class UnsatisfiableSchema(_PlacedError, InvalidSpec):  # noqa: N818
     """No JSON value fits the schema, so there is nothing to generate."""
 
 
-class LimitExceeded(StructuredError):  # noqa: N818
+class LimitExceeded(_PlacedError):  # noqa: N818
     """The specification is larger, deeper or slower to compile than `Limits` allows."""
 
 

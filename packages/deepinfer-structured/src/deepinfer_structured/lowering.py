@@ -13,6 +13,7 @@ from deepinfer_structured.engines import llguidance
 from deepinfer_structured.errors import InvalidSpec, LimitExceeded
 from deepinfer_structured.regex import NEVER, quote
 from deepinfer_structured.regex.search import whole
+from deepinfer_structured.schema import blame
 from deepinfer_structured.schema.lower import lower
 from deepinfer_structured.spec import Spec
 
@@ -27,6 +28,7 @@ class Lowered:
         notes: remarks, e.g. a `format` that is only an annotation.
         unique: text of the schema whose `uniqueItems` a guard must enforce, or "".
         distinct_keys: whether a guard must keep the keys of each object distinct.
+        most_rules, longest_terminals: the keywords (pointer, keyword) that the largest parts of the grammar come from.
     """
 
     engine: str
@@ -34,6 +36,8 @@ class Lowered:
     notes: tuple[str, ...] = ()
     unique: str = ""
     distinct_keys: bool = False
+    most_rules: blame.Place = ("", "")
+    longest_terminals: blame.Place = ("", "")
 
 
 def lower_spec(spec: Spec, options: Options) -> Lowered:
@@ -48,7 +52,8 @@ def lower_spec(spec: Spec, options: Options) -> Lowered:
         case "json_schema" | "json_object":
             found = lower(spec.content if spec.kind == "json_schema" else '{"type": "object"}', options)
             unique = spec.content if found.guarded else ""
-            return Lowered("llguidance", found.lark, found.notes, unique, found.distinct_keys)
+            places = found.most_rules, found.longest_terminals
+            return Lowered("llguidance", found.lark, found.notes, unique, found.distinct_keys, *places)
         case "regex":
             return Lowered("llguidance", _regex(spec.content))
         case "choice":

@@ -12,10 +12,11 @@ from deepinfer_structured.regex import NEVER as NO_TEXT
 from deepinfer_structured.regex import Node as Language
 from deepinfer_structured.regex.quote import quoted as quoted_terminal
 from deepinfer_structured.regex.quote import quoted_literal
+from deepinfer_structured.schema import blame, emit_array, emit_object, numbers
 from deepinfer_structured.schema import cases as c
-from deepinfer_structured.schema import emit_array, emit_object, numbers
+from deepinfer_structured.schema.document import Node
 from deepinfer_structured.schema.obligation import TOP, Obligation
-from deepinfer_structured.schema.rules import COLON, COMMA, DEAD, Expr, Ref, RuleSet, Term, choice, seq
+from deepinfer_structured.schema.rules import COLON, COMMA, DEAD, Expr, Ref, RuleSet, Term, choice, seq, size
 from deepinfer_structured.schema.solver import Solver, string_language
 from deepinfer_structured.schema.values import TYPES, is_integer, kind
 
@@ -41,20 +42,37 @@ class Emitter:
         self._terminals: dict[str, str] = {}
         self._pending: list[Obligation] = []
         self._count = 0
+        self._largest: dict[bool, tuple[int, blame.Place]] = {}
 
     def run(self, root: Obligation) -> RuleSet:
         """Emit the rules of an obligation and of all that it leads to; the root rule is `start`."""
         self.out.rules["start"] = self.value(root)
         while self._pending:
             obligation = self._pending.pop()
+            nodes = [node for node, _ in obligation]
+            self.solver.path[:] = nodes  # for messages
+            self.solver.check_time()
+            rules, terminals = len(self.out.rules), len(self.out.terminals)
             self.out.rules[self._rules[obligation]] = self._body(obligation)
+            made = list(self.out.rules.values())[rules:] if len(self.out.rules) > rules else []
+            self._weigh(False, sum(map(size, made)), nodes)
+            self._weigh(True, sum(map(len, list(self.out.terminals.values())[terminals:])), nodes)
         return self.out
+
+    def largest(self, *, textual: bool) -> blame.Place:
+        """The keyword that was lowered to the most rules, or to the longest terminals."""
+        return self._largest[textual][1] if textual in self._largest else ("", "type")
+
+    def _weigh(self, textual: bool, weight: int, nodes: list[Node]) -> None:
+        if weight > self._largest.get(textual, (0, ("", "")))[0]:
+            self._largest[textual] = weight, blame.of_nodes(nodes, textual=textual)
 
     def fresh(self, prefix: str) -> str:
         """A new rule name."""
         self._count += 1
         if self._count > self.solver.options.limits.max_rules:
-            raise LimitExceeded(f"the schema needs more than {self.solver.options.limits.max_rules} grammar rules")
+            reason = f"the schema needs more than {self.solver.options.limits.max_rules} grammar rules"
+            raise LimitExceeded(reason, *self.largest(textual=False), blame.SMALLER)
         return f"{prefix}{self._count}"
 
     def value(self, obligation: Obligation) -> Expr:

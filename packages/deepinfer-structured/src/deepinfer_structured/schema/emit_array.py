@@ -6,6 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_structured.errors import LimitExceeded, UnsupportedSchema
+from deepinfer_structured.schema import blame
 from deepinfer_structured.schema import cases as c
 from deepinfer_structured.schema.obligation import NEVER, Obligation, join
 from deepinfer_structured.schema.rules import COMMA, DEAD, EPSILON, Expr, Or, Ref, Term, choice, many, maybe, seq
@@ -110,7 +111,9 @@ def _counting(emitter: Emitter, case: c.Array) -> Expr:
     caps = [r.low if r.high is None else r.high for r in rules]
     states = (last + 1) * _product(cap + 1 for cap in caps)
     if states > _MAX_STATES:
-        raise LimitExceeded(f"contains with counts up to {max(caps)} over {last} positions needs {states} states")
+        reason = f"counts up to {max(caps)} over {last} positions need {states} states"
+        place = blame.of_path(emitter.solver.path)[0]
+        raise LimitExceeded(reason, place, "contains", "lower minContains, maxContains, minItems or maxItems")
     if any(r.high is not None and r.opposite is None for r in rules):
         raise UnsupportedSchema("", "maxContains", "the complement of its schema is not expressible")
     names = {

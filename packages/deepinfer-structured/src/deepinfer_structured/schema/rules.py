@@ -145,6 +145,16 @@ class RuleSet:
                 return inner + (mark or f"{{{low},{'' if high is None else high}}}")
 
 
+def size(expr: Expr) -> int:
+    """Symbols of an expression."""
+    match expr:
+        case Seq(parts) | Or(parts, _):
+            return 1 + sum(map(size, parts))
+        case Many(body, _, _):
+            return 1 + size(body)
+    return 1
+
+
 def _productive(expr: Expr, known: set[str]) -> bool:
     match expr:
         case Term():

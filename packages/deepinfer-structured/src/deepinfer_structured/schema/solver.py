@@ -17,8 +17,8 @@ from deepinfer_structured.regex import NEVER as NO_TEXT
 from deepinfer_structured.regex import Node as Language
 from deepinfer_structured.regex import alt, both, literal, matches, repeat
 from deepinfer_structured.regex.ast import ANY_CHAR
+from deepinfer_structured.schema import blame, keywords
 from deepinfer_structured.schema import cases as c
-from deepinfer_structured.schema import keywords
 from deepinfer_structured.schema.document import Document, Node
 from deepinfer_structured.schema.obligation import NEVER, TOP, Obligation, join
 from deepinfer_structured.schema.values import TYPES, canon, divides, is_integer, kind
@@ -38,13 +38,15 @@ class Solver:
         self._of_node: dict[tuple[Node, str, bool], list[c.Case]] = {}
         self._running: set[tuple[Node, str, bool]] = set()
         self._satisfiable: dict[Obligation, bool] = {}
+        self.path: list[Node] = []  # schemas being worked on, outermost first: where a limit was hit
         self._budget = _BUDGET
         self._deadline = time.thread_time() + options.limits.seconds
 
     def check_time(self) -> None:
         """Raises LimitExceeded once the compilation's processor time is over: a busy machine refuses no schema."""
         if time.thread_time() > self._deadline:
-            raise LimitExceeded(f"the schema takes more than {self.options.limits.seconds} s to analyse")
+            reason = f"the schema takes more than {self.options.limits.seconds:g} s to analyse"
+            raise LimitExceeded(reason, *blame.of_path(self.path), blame.FEWER)
 
     def cases(self, obligation: Obligation, type_: str) -> list[c.Case]:
         """The values of a type that meet an obligation."""
@@ -67,9 +69,11 @@ class Solver:
         if key in self._running:
             raise UnsupportedSchema(node.pointer, "$ref", "it refers to itself without end", "remove the circle")
         self._running.add(key)
+        self.path.append(node)
         try:
             self._of_node[key] = self.simplify(keywords.cases_of(self, node, type_, holds))
         finally:
+            self.path.pop()
             self._running.discard(key)
         return self._of_node[key]
 
@@ -96,7 +100,8 @@ class Solver:
         if self._budget % 64 == 0:
             self.check_time()
         if self._budget < 0:
-            raise LimitExceeded("the schema combines too many alternatives to be analysed")
+            reason = "the schema combines too many alternatives to be analysed"
+            raise LimitExceeded(reason, *blame.of_path(self.path), blame.FEWER)
         if a == b:
             return a
         if isinstance(a, c.Values) != isinstance(b, c.Values):
