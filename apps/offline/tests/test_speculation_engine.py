@@ -62,9 +62,18 @@ def test_quoting_takes_fewer_steps_and_the_report_says_so(engines) -> None:
         answers(llm, [QUOTE], params)
         steps[mode] = llm.stats().steps - before
     assert steps["suffix"] <= 0.7 * steps["off"]
-    report = engines["suffix"].stats().extra["speculation"]
+    stats = engines["suffix"].stats()
+    report = stats.extra["speculation"]
     assert report["drafter"] == "suffix"
     assert report["accepted_length"] > 1.0
+    assert report["on_share_of_steps"] == 1.0
+    assert report["outcome"] == "on in 100% of the decode steps"
+    assert report["verified_tokens"] == stats.drafted_tokens
+    assert report["accepted_tokens"] == stats.accepted_tokens
+    assert report["emitted_tokens"] == report["verification_steps"] + report["accepted_tokens"]
+    shares = report["accepted_share_by_position"]
+    assert 1 <= len(shares) <= 8
+    assert all(0.0 <= share <= 1.0 for share in shares)
     assert "speculation" not in engines["off"].stats().extra
 
 

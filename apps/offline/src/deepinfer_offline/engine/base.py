@@ -92,6 +92,7 @@ class RequestOutput:
 
     `num_cached_tokens` counts prompt tokens found in the prefix cache when the request was first admitted.
     `error` is set (and `outputs` may be empty) when the request failed inside the engine.
+    `notes` say what the request's grammar does not enforce, if anything.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     error: RequestError | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class EngineStats:
     peak_kv_blocks: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    verify_steps: int = 0
+    verify_steps: int = 0  # rows that verified drafts: one sequence in one step
     extra: dict[str, Any] = field(default_factory=dict)
 
 

@@ -65,12 +65,7 @@ def make_report(facts: Facts) -> dict[str, Any]:
             "output": tally.completion_tokens,
         },
         **_speed(facts, stats),
-        "speculation": {
-            "drafted": stats.drafted_tokens,
-            "accepted": stats.accepted_tokens,
-            "acceptance_rate": _ratio(stats.accepted_tokens, stats.drafted_tokens),
-            "acceptance_length": _ratio(stats.accepted_tokens + stats.verify_steps, stats.verify_steps),
-        },
+        "speculation": _speculation(stats),
         "structured_output": {
             "answers": tally.constrained,
             "complete": tally.constrained_complete,
@@ -102,10 +97,23 @@ def _counts(facts: Facts) -> dict[str, int]:
     }
 
 
+def _speculation(stats: EngineStats) -> dict[str, Any]:
+    """What drafts did. `accepted_length`: tokens of one sequence's row in one verification step, the bonus token included."""
+    counted = {
+        "drafter": None,
+        "reason": None,
+        "accepted_length": _ratio(stats.accepted_tokens + stats.verify_steps, stats.verify_steps),
+        "acceptance_rate": _ratio(stats.accepted_tokens, stats.drafted_tokens),
+        "verified_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
+    }
+    return counted | stats.extra.get("speculation", {})
+
+
 def _speed(facts: Facts, stats: EngineStats) -> dict[str, Any]:
     tally, running = facts.tally, facts.seconds.get("running", 0.0)
     hit_rate = _ratio(stats.cached_tokens, stats.prompt_tokens)
-    extra = dict(stats.extra)
+    extra = {name: value for name, value in stats.extra.items() if name != "speculation"}
     return {
         "tokens_per_second": {
             "total": _ratio(tally.prompt_tokens + tally.completion_tokens, running),
@@ -150,9 +158,8 @@ def print_summary(console: Console, report: dict[str, Any]) -> None:
     store = report["kv_store"]
     if store:
         table.add_row("KV store", f"{store['loaded_pages']:,} pages read, {store['saved_pages']:,} written")
-    draft = report["speculation"]
-    if draft["acceptance_length"]:
-        table.add_row("speculation", f"{draft['acceptance_length']:.2f} tokens a verification")
+    if draft := describe_speculation(report["speculation"]):
+        table.add_row("speculation", escape(draft))
     form = report["structured_output"]
     if form["answers"]:
         table.add_row("structured", f"{form['complete']:,} of {form['answers']:,} complete")
@@ -161,6 +168,25 @@ def print_summary(console: Console, report: dict[str, Any]) -> None:
     table.add_row("peak memory", format_bytes(report["peak_memory_bytes"]["process"]))
     table.add_row("results", escape(report["output"]))
     console.print(table)
+
+
+def describe_speculation(found: dict[str, Any]) -> str:
+    """One line on what drafts did and why, of the report's field; empty if nothing was asked for and nothing was done."""
+    said = []
+    if found["drafter"]:
+        said.append(
+            found["reason"]
+            if found["reason"].startswith(found["drafter"])
+            else f"{found['drafter']}, {found['reason']}"
+        )
+    if found["verified_tokens"]:
+        said.append(f"{found['accepted_length']:.2f} tokens a verification")
+    shares = [f"{share:.0%}" for share in found.get("accepted_share_by_position", ()) if share is not None]
+    if shares:
+        said.append(f"accepted by position {' '.join(shares)}")
+    if "outcome" in found:
+        said.append(found["outcome"])
+    return "; ".join(said)
 
 
 def peak_memory() -> int:

@@ -19,7 +19,7 @@ def count_step(stats: EngineStats, result: StepResult) -> None:
     stats.preemptions += len(plan.preempted)
     stats.drafted_tokens += int(plan.drafts.sum())
     if plan.drafts.any():
-        stats.verify_steps += 1
+        stats.verify_steps += int((plan.drafts > 0).sum())
         stats.accepted_tokens += int(np.maximum(result.num_tokens - 1, 0)[plan.drafts > 0].sum())
     if plan.prefills.any():
         stats.prefill_seconds += result.seconds

@@ -24,6 +24,7 @@ from deepinfer_specdec.scheduling.switch import LoadSwitches
 from deepinfer_specdec.scheduling.worth import scaled_tokens, token_worth, worthless_below
 
 from deepinfer_offline.engine.native.following import Following
+from deepinfer_offline.engine.native.grammar_drafts import within_grammars
 
 if TYPE_CHECKING:
     from deepinfer_sched import Scheduler
@@ -95,12 +96,14 @@ class Speculation:
         if not rows:
             return
         worth = self._worth(rows)
-        draft = self._following.draft(rows, self._limits(rows), self._floor(worth))
+        limits = self._limits(rows)
+        draft = within_grammars(self._following.draft(rows, limits, self._floor(worth)), rows, limits)
         self._comparing = not self._forced and self._costs.needs_plain(draft.rows)
         lengths = self._lengths(draft, worth)
-        for answer, made, value, length in zip(
-            rows, draft.counts.tolist(), worth.tolist(), lengths.tolist(), strict=True
+        for answer, made, value, length, ids in zip(
+            rows, draft.counts.tolist(), worth.tolist(), lengths.tolist(), draft.token_ids.tolist(), strict=True
         ):
+            answer.drafts = ids[:length]
             self._drafted[answer.seq.seq_id] = made, value
             self._scheduler.propose(answer.seq.seq_id, length)
         if lengths.any():
@@ -147,13 +150,13 @@ class Speculation:
         }
 
     def _outcome(self) -> str:
-        if not sum(self._steps.values()):
-            return "never on: nothing was decoded"
-        if self._steps[True]:
-            return "on while it paid"
+        """How often it was on, or why never."""
+        on, steps = self._steps[True], sum(self._steps.values())
+        if on:
+            return f"on in {on / steps:.0%} of the decode steps"
         if not self._best_gain:
-            return "never on: the job was too short to tell"
-        return f"never on: drafts promised at best x{self._best_gain:.2f} of plain decoding's speed"
+            return "never on: the job was too short to tell what drafts are worth"
+        return f"never on: at best x{self._best_gain:.2f} of plain decoding's speed was to be expected"
 
     # --- decisions -------------------------------------------------------------------------------------------
 
@@ -181,7 +184,8 @@ class Speculation:
         rows = self._sample(running)
         if rows:
             worth = self._worth(running)
-            draft = self._following.draft(rows, self._limits(rows), self._floor(worth))
+            limits = self._limits(rows)
+            draft = within_grammars(self._following.draft(rows, limits, self._floor(worth)), rows, limits)
             of = dict(zip((answer.seq.seq_id for answer in running), worth.tolist(), strict=True))
             value = draft.survivals() * np.array([[of[answer.seq.seq_id]] for answer in rows], np.float32)
             tokens = scaled_tokens(expected_tokens(value), len(rows), decodes)
@@ -248,8 +252,8 @@ class Speculation:
         return [answer for answer in found if answer is not None]
 
     def _limits(self, rows: Sequence[Answer]) -> np.ndarray:
-        """Tokens that each row may still emit after its next one; none where a grammar chooses the tokens."""
-        room = [0 if row.matcher is not None else row.limit - len(row.seq.tokens) - 1 for row in rows]
+        """Tokens that each row may still emit after its next one."""
+        room = [row.limit - len(row.seq.tokens) - 1 for row in rows]
         return np.clip(np.array(room, np.int32), 0, self._following.drafter.max_draft)
 
     def _count(self, result: StepResult, rows: np.ndarray) -> float:
