@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import types
 import typing
 from typing import Any
@@ -73,7 +74,7 @@ def parse_value(name: str, text: str, known: type) -> Any:
         near = sorted(f for f in fields if name.split("_")[0] in f)[:6]
         hint = f"; near it: {', '.join(near)}" if near else ""
         raise EngineStartError(f"--engine-arg {name}: vLLM has no such engine argument{hint}")
-    wanted = typing.get_type_hints(known).get(name, str)
+    wanted = _type_of(fields[name].type, known, name)
     choices = typing.get_args(wanted) if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) else ()
     kinds = set(choices) or {wanted}
     lowered = text.strip().lower()
@@ -96,3 +97,12 @@ def parse_value(name: str, text: str, known: type) -> Any:
         names = ", ".join(sorted(getattr(k, "__name__", str(k)) for k in kinds))
         raise EngineStartError(f"--engine-arg {name}: {text!r} is not of type {names}")
     return text
+
+
+def _type_of(annotation: Any, known: type, name: str) -> Any:
+    """Resolve one field's annotation; str where it names what vLLM imports for type checkers alone."""
+    holder = type(name, (), {"__annotations__": {name: annotation}})
+    try:
+        return typing.get_type_hints(holder, vars(sys.modules[known.__module__]))[name]
+    except NameError:
+        return str
