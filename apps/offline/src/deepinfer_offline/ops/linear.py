@@ -17,6 +17,10 @@ class Linear(Protocol):
         """[T, K] -> [T, N]."""
         ...
 
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, K] -> float32 [T, N]; not rounded to the weight's dtype where the device can help it."""
+        ...
+
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual [T, N] + x W^T + b. The residual may be overwritten."""
         ...
@@ -35,6 +39,9 @@ class TorchLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).float()
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return residual + F.linear(x, self.weight, self.bias)
@@ -60,6 +67,9 @@ class OneDnnLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).float()
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return self._ops._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")

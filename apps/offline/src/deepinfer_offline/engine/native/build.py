@@ -48,7 +48,7 @@ class _Defaults:
     max_step_tokens: int
 
 
-_DEFAULTS = {"cpu": _Defaults(64, 1024), "cuda": _Defaults(256, 8192), "npu": _Defaults(256, 8192)}
+_DEFAULTS = {"cpu": _Defaults(64, 1024), "cuda": _Defaults(1024, 16384), "npu": _Defaults(256, 8192)}
 
 
 def build_native(options: EngineOptions, source: ModelSource, tokenizer: Tokenizer | None) -> NativeEngine:

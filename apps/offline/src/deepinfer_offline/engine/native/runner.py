@@ -23,7 +23,7 @@ from deepinfer_offline.engine.native.batch import (
 from deepinfer_offline.engine.native.graphs import make_graphs
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.native.transfers import Download, StepClock, upload
-from deepinfer_offline.engine.native.worker import InlineWorker, ThreadWorker, Worker
+from deepinfer_offline.engine.native.worker import DeviceWorker, InlineWorker, ThreadWorker, Worker
 from deepinfer_offline.models.base import Model
 from deepinfer_offline.sampling.batch import Logprobs, SampledTokens, SamplingBatch
 from deepinfer_offline.sampling.logprobs import gather_logprobs
@@ -150,7 +150,7 @@ class ModelRunner:
         self._sample = sample
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
         self._moves: list[Future[Any]] = []
-        self._worker: Worker = ThreadWorker(threads) if threads else InlineWorker()
+        self._worker = _make_worker(options.device, threads)
         columns = options.max_model_len + 1 + max_drafts
         # Made in the worker too: every other thread that ever ran a parallel torch operation keeps a team of kernel
         # threads, and OpenMP cuts the spinning of all teams short when they outnumber the processors.
@@ -227,7 +227,8 @@ class ModelRunner:
         groups = self.model.facts.cache_groups
         inputs = plan_inputs(plan, groups, self._tables, self.tokens, self._prompt_logprobs)
         moves, self._moves = self._moves, []
-        return Flight(plan, self._worker.submit(lambda: self._run(plan, inputs, masks, moves)))
+        waits = masks is not None or bool(plan.drafts.any())
+        return Flight(plan, self._worker.submit(lambda: self._run(plan, inputs, masks, moves), waits=waits))
 
     def move(self, call: Callable[[], Any]) -> Future[Any]:
         """Run a call that moves cached content, after the steps launched so far and before the next.
@@ -320,6 +321,12 @@ class ModelRunner:
     def _check(self, future: Future[Any]) -> None:
         if future.done():  # an inline worker: raise here instead of losing the error
             future.result()
+
+
+def _make_worker(device: str, threads: int) -> Worker:
+    if not threads:
+        return InlineWorker()
+    return DeviceWorker() if torch.device(device).type == "cuda" else ThreadWorker(threads)
 
 
 _TENSORS = ("chosen", "ranks", "top_ids", "top_values")

@@ -14,7 +14,9 @@ import torch
 class Worker(Protocol):
     """Runs calls one after another, in the order of `submit`."""
 
-    def submit(self, call: Callable[[], Any]) -> Future[Any]: ...
+    def submit(self, call: Callable[[], Any], *, waits: bool = False) -> Future[Any]:
+        """Run a call; `waits` says that it may wait for something that the caller does later."""
+        ...
 
     def close(self) -> None: ...
 
@@ -22,7 +24,7 @@ class Worker(Protocol):
 class InlineWorker:
     """Runs each call at once, in the caller's thread."""
 
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+    def submit(self, call: Callable[[], Any], *, waits: bool = False) -> Future[Any]:
         future: Future[Any] = Future()
         _run(call, future)
         return future
@@ -44,7 +46,7 @@ class ThreadWorker:
         self._thread = threading.Thread(target=self._loop, args=(num_threads,), name="deepinfer-steps", daemon=True)
         self._thread.start()
 
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+    def submit(self, call: Callable[[], Any], *, waits: bool = False) -> Future[Any]:
         if self._closed:
             raise RuntimeError("the worker is closed")
         future: Future[Any] = Future()
@@ -62,6 +64,30 @@ class ThreadWorker:
         torch.set_num_threads(num_threads)
         while (item := self._calls.get()) is not None:
             _run(*item)
+
+
+class DeviceWorker:
+    """For calls that enqueue work on a device and return: they run at once, in the caller's thread.
+
+    A thread of their own would only contend for the interpreter, with a turn lost at every operation that it enqueues. Calls
+    that may wait go to one nevertheless, and so do later ones until it has caught up.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadWorker(torch.get_num_threads())
+        self._last: Future[Any] | None = None
+
+    def submit(self, call: Callable[[], Any], *, waits: bool = False) -> Future[Any]:
+        if waits or (self._last is not None and not self._last.done()):
+            self._last = self._thread.submit(call)
+            return self._last
+        future: Future[Any] = Future()
+        _run(call, future)
+        return future
+
+    def close(self) -> None:
+        """Finish what was submitted, then stop. May be called again."""
+        self._thread.close()
 
 
 def _run(call: Callable[[], Any], future: Future[Any]) -> None:

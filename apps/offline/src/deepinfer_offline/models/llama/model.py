@@ -104,7 +104,7 @@ class LlamaModel:
         return self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden).float()
+        return self.head.wide(hidden)
 
     @property
     def draft_width(self) -> int:

@@ -20,6 +20,12 @@ class CublasLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.dtype == torch.float32:
+            return self(x)
+        product = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return product if self.bias is None else product + self.bias
+
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self.bias is not None:
             residual = residual + self.bias

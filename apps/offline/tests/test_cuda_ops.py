@@ -1,0 +1,153 @@
+"""The CUDA providers without a GPU: Triton interprets their kernels on CPU tensors, in float32.
+
+Started by `test_cuda_interpreted.py`, since the interpreter must be on before Triton is imported. Kernels and portable ops sum in
+another order, so results agree to some 1e-6 of their size; a wrong index or scale is off by its whole size.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1, see test_cuda_interpreted.py", allow_module_level=True)
+pytest.importorskip("triton")
+pytest.importorskip("deepinfer_kernels_cuda")
+
+from deepinfer_offline.models.base import ForwardBatch, HostBatch, ModelOptions
+from deepinfer_offline.models.deepsig_v41.device import DeviceBackbone
+from deepinfer_offline.models.deepsig_v41.model import DeepSigV41Model
+from deepinfer_offline.models.deepsig_v41.session import Chunk, Session
+from deepinfer_offline.models.deepsig_v41.synthetic import random_tensors
+from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
+from deepinfer_offline.ops.attention.portable import TorchAttention
+from deepinfer_offline.ops.cuda.attention import CudaAttention, shape_reason
+from deepinfer_offline.ops.rope import RopeConfig, rope_table
+
+NEAR = 1e-5  # of values of size 1
+
+V41 = {
+    "model_type": "deepsig_v41",
+    "text_config": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "sliding_window": 8,
+        "compress_ratios": [0, 2, 1, 1],
+        "kv_source_layer_ids": [1, 2],
+        "index_source_layer_ids": [1, 2, 3],
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+        "index_topk": 8,
+        "candidate_source_layer_id": 2,
+        "candidate_topk_blocks": 2,
+        "candidate_block_size": 4,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 2,
+        "engram_layer_ids": [],
+        "engram_num_embeddings": [],
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 4096,
+    },
+}
+
+
+class Memory:
+    """A reader over tensors in memory."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return "F32", tuple(self.tensors[name].shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+def v41_model() -> DeepSigV41Model:
+    from deepinfer_offline.models.deepsig_v41.config import V41Config
+
+    tensors = dict(random_tensors(V41Config.parse(V41), 0))
+    return DeepSigV41Model.from_reader(V41, Memory(tensors), ModelOptions("cpu", torch.float32, 256, 4, 512, 4))
+
+
+def v41_steps(model: DeepSigV41Model) -> list[torch.Tensor]:
+    """Prompts in chunks beside decode rows, a chunk longer than the window, and rows that verify drafts."""
+    session = Session(model, slots=3, capacity=96, seed=3)
+    rng = np.random.default_rng(1)
+    for slot in range(3):
+        session.write(slot, 0, rng.integers(0, 64, 90).tolist())
+    found = [session.run(Chunk(0, 0, 21), Chunk(1, 0, 3))]
+    found.append(session.run(Chunk(0, 21, 1, prefill=False), Chunk(1, 3, 1, prefill=False), Chunk(2, 0, 2)))
+    found.append(session.run(Chunk(0, 22, 3, prefill=False, wanted=3), Chunk(1, 4, 1, prefill=False)))
+    return found
+
+
+def test_v41_layers_on_kernels_are_the_reference() -> None:
+    model = v41_model()
+    expected = v41_steps(model)
+    b = model.backbone
+    model.backbone = DeviceBackbone(
+        b.config, b.schedule, b.weights, b.frequencies, b.engram, b.decoder_replay, b.block_size
+    )
+    found = v41_steps(model)
+    for step, (a, e) in enumerate(zip(found, expected, strict=True)):
+        assert (a - e).abs().max() < NEAR, f"step {step}"
+    assert model.backbone.counters == b.counters
+
+
+def attention_batch(counts: list[int], starts: list[int], floors: list[int], block: int) -> ForwardBatch:
+    rows, ends = len(counts), [s + c for s, c in zip(starts, counts, strict=True)]
+    columns = -(-max(ends) // block)
+    table = (1 + np.random.default_rng(0).permutation(rows * columns)).reshape(rows, columns).astype(np.int32)
+    query_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    positions = np.concatenate([np.arange(s, e) for s, e in zip(starts, ends, strict=True)])
+    host = HostBatch(
+        query_starts, np.array(ends, np.int32), np.arange(rows, dtype=np.int32), np.array(counts) > 1, np.zeros(rows, np.int32),
+        np.array(floors, np.int32), np.zeros(rows, bool), np.arange(len(positions)), {GROUP: table},
+        sum(count == 1 for count in counts),
+    )  # fmt: skip
+    put = torch.from_numpy
+    return ForwardBatch(
+        put(np.zeros(len(positions), np.int64)), put(positions), put(query_starts), put(host.seq_lens), put(host.slots),
+        put(host.floors), put(host.write_floors), put(host.logit_rows), {GROUP: put(table)}, (),
+        torch.zeros(1, 1, dtype=torch.int32), host,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "normed"), [(3, 1, 16, False), (4, 2, 20, True)])
+def test_paged_attention_is_the_portable_one(heads: int, kv_heads: int, dim: int, normed: bool) -> None:
+    shape = AttentionShape(heads, kv_heads, dim, 4, torch.float32, "cpu")
+    batch = attention_batch([1, 1, 5, 6], [0, 12, 0, 3], [0, 0, 0, 5], 4)
+    rope = rope_table(RopeConfig(dim), 64, "cpu")
+    torch.manual_seed(heads)
+    norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else (None, None)
+    blocks, history, qkv = 40, torch.randn(2, kv_heads, 40, 4, dim), torch.randn(13, shape.qkv_width)
+    portable, kernel = TorchAttention(shape), CudaAttention(shape)
+    expected_cache, cache = portable.allocate(blocks), kernel.allocate(blocks)
+    expected_cache.copy_(history)
+    cache.copy_(history.permute(2, 0, 3, 1, 4))
+    expected = portable(qkv.clone(), expected_cache, portable.prepare(batch, rope), *norms)
+    found = kernel(qkv.clone(), cache, kernel.prepare(batch, rope), *norms)
+    assert (found - expected).abs().max() < NEAR
+    assert (cache - expected_cache.permute(2, 0, 3, 1, 4)).abs().max() < NEAR, "keys or values lie elsewhere"
+
+
+def test_shapes_that_the_kernels_refuse_say_why() -> None:
+    refused = AttentionShape(4, 4, 8, 12, torch.float32, "cpu")
+    assert shape_reason(refused) == "block_size 12 is no power of two"
+    assert "head_dim 512" in str(shape_reason(AttentionShape(1, 1, 512, 16, torch.float32, "cpu")))
