@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .router import router
     from .rows import compress, engram_gather, kv_gather, kv_insert, norm_rope_insert, rms_norm, rope
     from .selection import candidate_mask, indexer_logits, topk_lowest_index
-    from .v41_step import EntryIndex, WindowIndex, clamped_swiglu, entry_index, pool_groups, selected_slots, window_index
+    from .v41_step import EntryIndex, WindowIndex, clamped_swiglu, entry_index, pool_groups, rotation, selected_slots, step_inputs, window_index
     from .weights import MxWeights, mx_weights, pack_sm90
 
 _LAZY = {
@@ -66,6 +66,8 @@ _LAZY = {
     "router": "router",
     "topk_lowest_index": "selection",
     "MxWeights": "weights",
+    "rotation": "v41_step",
+    "step_inputs": "v41_step",
     "window_index": "v41_step",
     "entry_index": "v41_step",
     "selected_slots": "v41_step",
@@ -130,12 +132,14 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_insert",
+    "rotation",
     "router",
     "sample",
     "selected_slots",
     "silu_mul",
     "sparse_mla_decode",
     "sparse_mla_prefill",
+    "step_inputs",
     "topk_lowest_index",
     "window_index",
 ]

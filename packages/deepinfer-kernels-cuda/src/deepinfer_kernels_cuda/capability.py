@@ -82,6 +82,8 @@ OPS: dict[str, OpSupport] = {
     "engram_gather": OpSupport(_PORTABLE),
     "markov_step": OpSupport(_PORTABLE),
     "paged_gqa": OpSupport(_PORTABLE),
+    "rotation": OpSupport(_PORTABLE),
+    "step_inputs": OpSupport(_PORTABLE),
     "window_index": OpSupport(_PORTABLE),
     "entry_index": OpSupport(_PORTABLE),
     "selected_slots": OpSupport(_PORTABLE),

@@ -8,6 +8,7 @@ import torch
 
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
+from .overlap import overlap
 
 _LOG2E = 1.4426950408889634
 
@@ -78,12 +79,13 @@ def paged_gqa(
         values.stride(0), values.stride(1), values.stride(2), block_table, block_table.stride(0), table_rows,
         query_starts, seq_lens, out, out.stride(0), out.stride(1), partial, lse, scale * _LOG2E,
         GROUP=group, GROUP_PAD=pad, BQ=bq, BLOCK=block, BN=32 if wide else 64, WIDTH=d,
-        D=max(16, 1 << (d - 1).bit_length()), SPLITS=splits, num_warps=4, num_stages=2,
+        D=max(16, 1 << (d - 1).bit_length()), SPLITS=splits, num_warps=4, num_stages=2, **overlap(q.device),
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[(t * heads,)](
             partial, lse, out, out.stride(0), out.stride(1), heads, WIDTH=d, D=max(16, 1 << (d - 1).bit_length()),
             SPLITS=splits, S=1 << (splits - 1).bit_length(), num_warps=1,
+            **overlap(q.device),
         )  # fmt: skip
     return out
 

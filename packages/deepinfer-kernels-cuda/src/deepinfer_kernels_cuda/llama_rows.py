@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
+from .overlap import overlap
 
 
 def _power(n: int) -> int:
@@ -45,7 +46,7 @@ def cache_slots(
         bt = min(128, _power(max_queries))
         cache_slots_kernel[(rows, -(-max_queries // bt))](
             query_starts, seq_lens, write_floors, block_table, block_table.stride(0), slots, BLOCK=block, BT=bt,
-            num_warps=1,
+            num_warps=1, **overlap(slots.device),
         )  # fmt: skip
     return slots
 
@@ -72,7 +73,7 @@ def llama_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
         rows = 1 if t <= 264 else max(1, 4096 // d)
         warps = 8 if d > 4096 else 4
         llama_norm_kernel[(-(-t // rows),)](
-            x, x.stride(0), weight, out, out.stride(0), t, n, eps, D=d, BR=rows, num_warps=warps
+            x, x.stride(0), weight, out, out.stride(0), t, n, eps, D=d, BR=rows, num_warps=warps, **overlap(x.device)
         )
     return out
 
@@ -130,7 +131,7 @@ def rope_insert(
             qkv, qkv.stride(0), rope, positions, slots, keys, values,
             keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
             q_norm, k_norm, eps, HEADS=heads, KV_HEADS=kv_heads, HALF=d // 2, PAIRS=_power(d // 2), BLOCK=block,
-            HAS_NORM=q_norm is not None, BH=bh, num_warps=2 if d <= 64 else 4,
+            HAS_NORM=q_norm is not None, BH=bh, num_warps=2 if d <= 64 else 4, **overlap(qkv.device),
         )  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if t:
         block = min(1024, _power(width))
         silu_mul_kernel[(t, -(-width // block))](
-            gate_up, gate_up.stride(0), out, out.stride(0), width, BLOCK=block, num_warps=4
+            gate_up, gate_up.stride(0), out, out.stride(0), width, BLOCK=block, num_warps=4, **overlap(gate_up.device)
         )
     return out
 
@@ -173,6 +174,15 @@ def argmax(
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n:
         argmax_kernel[(n,)](
-            logits, logits.stride(0), out, flat, where, vocab, HAS_TARGET=flat is not None, BLOCK=8192, num_warps=16
+            logits,
+            logits.stride(0),
+            out,
+            flat,
+            where,
+            vocab,
+            HAS_TARGET=flat is not None,
+            BLOCK=8192,
+            num_warps=16,
+            **overlap(logits.device),
         )
     return out

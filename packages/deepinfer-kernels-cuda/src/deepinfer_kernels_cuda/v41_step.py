@@ -186,3 +186,50 @@ def clamped_swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
             gate_up, gate_up.stride(0), out, width, float(limit), BLOCK=block, num_warps=4
         )
     return out
+
+
+def rotation(
+    positions: torch.Tensor, frequencies: torch.Tensor, *, shift: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of `max(position - shift, 0)` times each frequency.
+
+    Args:
+        positions: int64 [T].
+        frequencies: float32 [pairs].
+        shift: subtracted first.
+
+    Returns:
+        Two float32 [T, pairs].
+    """
+    from .kernels.v41_step import rotation_kernel
+
+    require_same_device(positions, frequencies)
+    t, pairs = positions.shape[0], frequencies.shape[0]
+    both = torch.empty(2, t, pairs, dtype=torch.float32, device=positions.device)
+    if t:
+        rotation_kernel[(t,)](positions, frequencies, both[0], both[1], pairs, shift, P=_power(pairs), num_warps=1)
+    return both[0], both[1]
+
+
+def step_inputs(header: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and positions of decode rows.
+
+    Args:
+        header: int32 [4, B], contiguous: anything, sequence lengths, places of the input ids in `flat`, anything.
+        flat: int32 [any].
+
+    Returns:
+        int64 [B] token ids and int64 [B] positions (length - 1).
+    """
+    from .kernels.v41_step import step_inputs_kernel
+
+    require_dims("header", header, 2)
+    require_dtype("header", header, torch.int32)
+    require_same_device(header, flat)
+    rows = header.shape[1]
+    both = torch.empty(2, rows, dtype=torch.int64, device=header.device)
+    if rows:
+        step_inputs_kernel[(-(-rows // 128),)](
+            header, header.stride(0), flat, both[0], both[1], B=128, rows=rows, num_warps=4
+        )
+    return both[0], both[1]

@@ -13,9 +13,11 @@ def paged_gqa_kernel(
     q, q_stride_t, q_stride_h, keys, values, k_stride_b, k_stride_r, k_stride_h, v_stride_b, v_stride_r, v_stride_h,
     table, table_stride, table_rows, query_starts, seq_lens, out, out_stride_t, out_stride_h, partial, lse, scale_log2,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BQ: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
-    WIDTH: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (query tiles * splits, kv heads, sequences). Rows of a tile are BQ tokens x GROUP heads of one kv head."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     kv_head = tl.program_id(1)
@@ -74,8 +76,10 @@ def paged_gqa_kernel(
 
 @triton.jit
 def merge_splits_kernel(partial, lse, out, out_stride_t, out_stride_h, heads, WIDTH: tl.constexpr, D: tl.constexpr,
-                        SPLITS: tl.constexpr, S: tl.constexpr):  # fmt: skip
+                        SPLITS: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Merge SPLITS partial results by their log2 weights, in order."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     item = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, S)
     channel = tl.arange(0, D)

@@ -10,8 +10,10 @@ import triton.language as tl
 
 @triton.jit
 def cache_slots_kernel(query_starts, seq_lens, write_floors, table, table_stride, slots, BLOCK: tl.constexpr,
-                       BT: tl.constexpr):  # fmt: skip
+                       BT: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Grid (sequences, token tiles): flat cache slot of every token, -1 below the sequence's write floor."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     sequence = tl.program_id(0)
     start = tl.load(query_starts + sequence)
     count = tl.load(query_starts + sequence + 1) - start
@@ -26,8 +28,12 @@ def cache_slots_kernel(query_starts, seq_lens, write_floors, table, table_stride
 
 
 @triton.jit
-def llama_norm_kernel(x, stride, weight, out, out_stride, rows, width, eps, D: tl.constexpr, BR: tl.constexpr):
+def llama_norm_kernel(
+    x, stride, weight, out, out_stride, rows, width, eps, D: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr = False
+):
     """weight * round(x / rms(x)), the inner rounding to x's dtype; BR rows a program."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     channel = tl.arange(0, D)
     mask = (row < rows)[:, None] & (channel < width)[None, :]
@@ -45,9 +51,11 @@ def rope_insert_kernel(
     qkv, stride, rope, positions, slots, keys, values, k_stride_b, k_stride_r, k_stride_h, v_stride_b, v_stride_r,
     v_stride_h, q_norm, k_norm, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr, BH: tl.constexpr,
+    HAS_NORM: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (tokens, head tiles): norm and rotate queries in place, norm, rotate and store keys, store values."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     pair = tl.arange(0, PAIRS)
@@ -90,8 +98,10 @@ def rope_insert_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, stride, out, out_stride, width, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, stride, out, out_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """round(silu(gate)) * up; grid (rows, channel tiles)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < width
@@ -103,8 +113,12 @@ def silu_mul_kernel(gate_up, stride, out, out_stride, width, BLOCK: tl.constexpr
 
 
 @triton.jit
-def argmax_kernel(logits, stride, out, flat, where, vocab, HAS_TARGET: tl.constexpr, BLOCK: tl.constexpr):
+def argmax_kernel(
+    logits, stride, out, flat, where, vocab, HAS_TARGET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False
+):
     """The lowest index of each row's maximum, into out[row] and, with HAS_TARGET, int32 into flat[where[row]]."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     index = tl.zeros([BLOCK], tl.int32)

@@ -121,3 +121,27 @@ def clamped_swiglu_rows_kernel(gate_up, stride, out, width, limit, BLOCK: tl.con
     up = tl.minimum(tl.maximum(up, -limit), limit)
     value = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * width + channel, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rotation_kernel(positions, frequencies, cos, sin, pairs, shift, P: tl.constexpr):
+    """Grid (tokens,): cos and sin of max(position - shift, 0) times each frequency."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, P)
+    inside = pair < pairs
+    position = tl.maximum(tl.load(positions + token) - shift, 0).to(tl.float32)
+    angle = position * tl.load(frequencies + pair, mask=inside, other=0.0)
+    tl.store(cos + token * pairs + pair, tl.cos(angle), mask=inside)
+    tl.store(sin + token * pairs + pair, tl.sin(angle), mask=inside)
+
+
+@triton.jit
+def step_inputs_kernel(header, header_stride, flat, token_ids, positions, B: tl.constexpr, rows):
+    """header rows: slots, lengths, sources, targets. token = flat[source], position = length - 1, both int64."""
+    row = tl.program_id(0) * B + tl.arange(0, B)
+    inside = row < rows
+    length = tl.load(header + header_stride + row, mask=inside, other=1)
+    source = tl.load(header + 2 * header_stride + row, mask=inside, other=0).to(tl.int64)
+    token = tl.load(flat + source, mask=inside, other=0)
+    tl.store(token_ids + row, token.to(tl.int64), mask=inside)
+    tl.store(positions + row, (length - 1).to(tl.int64), mask=inside)

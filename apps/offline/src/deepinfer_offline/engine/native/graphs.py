@@ -57,10 +57,16 @@ class _Buffers:
     Attributes:
         header: [4, B]: slots, sequence lengths, and places in the flat token buffer of the input and of what is drawn.
         tables: [B, columns] by cache group.
+        zeros: [B].
+        query_starts: [B + 1], 0, 1, ...
+        logit_rows: int64 [B], 0, 1, ...
     """
 
     header: torch.Tensor
     tables: Mapping[str, torch.Tensor]
+    zeros: torch.Tensor
+    query_starts: torch.Tensor
+    logit_rows: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +149,13 @@ class DecodeGraphs:
         for group in self._model.facts.cache_groups:
             columns = 1 if group.kind == "state" else -(-limit // group.block_size)
             tables[group.name] = torch.zeros(size, columns, dtype=torch.int32, device=self._device)
-        return _Buffers(header.to(self._device), tables)
+        return _Buffers(
+            header=header.to(self._device),
+            tables=tables,
+            zeros=torch.zeros(size, dtype=torch.int32, device=self._device),
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=self._device),
+            logit_rows=torch.arange(size, device=self._device),
+        )
 
     # --- capture ---------------------------------------------------------------------------------------------
 
@@ -169,18 +181,17 @@ class DecodeGraphs:
 
     def _step(self, buffers: _Buffers, host: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """What is captured: from the input buffers to logits and the token buffer."""
-        size = buffers.header.shape[1]
-        slots, seq_lens, source, target = buffers.header
-        zeros = torch.zeros(size, dtype=torch.int32, device=self._device)
+        slots, seq_lens, _, target = buffers.header
+        token_ids, positions = kernels().step_inputs(buffers.header, self._tokens.flat)
         batch = ForwardBatch(
-            token_ids=self._tokens.gather(source.long()),
-            positions=seq_lens.long() - 1,
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=self._device),
+            token_ids=token_ids,
+            positions=positions,
+            query_starts=buffers.query_starts,
             seq_lens=seq_lens,
             slots=slots,
-            floors=zeros,
-            write_floors=zeros,
-            logit_rows=torch.arange(size, device=self._device),
+            floors=buffers.zeros,
+            write_floors=buffers.zeros,
+            logit_rows=buffers.logit_rows,
             block_tables=buffers.tables,
             cascades=(),
             tokens=self._tokens.data,

@@ -56,7 +56,8 @@ class _Layer:
         gate: of the router, in the activations' dtype where that is exact.
         experts: repacked.
         wo_a: [groups, width, rank].
-        compressor: float32 [2 * head_dim, d] of a pair source, values and gates; None otherwise.
+        compressor: of a pair source, values and gates: float32 [2 * head_dim, d], or as bfloat16 parts whose sum it is,
+            [parts * 2 * head_dim, d]; None otherwise.
         index_weights: of the indexer's heads, scaled.
     """
 
@@ -126,7 +127,7 @@ class DeviceBackbone:
         exact = torch.equal(gate.float(), layer.moe.gate)
         compressor, scaled = None, None
         if layer.compressor is not None and layer.compressor.wgate is not None:
-            compressor = torch.cat((layer.compressor.wkv, layer.compressor.wgate))
+            compressor = _split(torch.cat((layer.compressor.wkv, layer.compressor.wgate)), dtype)
         if layer.indexer is not None:
             scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
             scaled = layer.indexer.weights_proj * scale
@@ -279,7 +280,7 @@ class DeviceBackbone:
             latent = functional.linear(x, weights.wkv)
         else:
             latent = k.pool_groups(
-                functional.linear(x.float(), layer.compressor),
+                _wide_product(x, layer.compressor, 2 * c.head_dim),
                 rows.positions,
                 rows.owners,
                 rows.firsts,
@@ -394,3 +395,20 @@ class DeviceBackbone:
         hidden = self.kernels.rms_norm(collapsed, self.weights.norm, self.config.rms_norm_eps)
         features = torch.cat(flow.features, dim=-1) if flow.features else None
         return StepResult(hidden, features, flow.rows)  # type: ignore[arg-type]
+
+
+def _split(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 matrix as one or two bfloat16 parts side by side: 16 bits of it, below what the activations resolve."""
+    if dtype != torch.bfloat16:
+        return weight
+    high = weight.bfloat16()
+    low = (weight - high.float()).bfloat16()
+    return torch.cat((high, low)) if bool(low.any()) else high
+
+
+def _wide_product(x: Tensor, weight: Tensor, rows: int) -> Tensor:
+    """float32 [T, rows] of x and what `_split` made of a matrix."""
+    if weight.dtype == torch.float32:
+        return functional.linear(x.float(), weight)
+    product = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return product if weight.shape[0] == rows else product[:, :rows] + product[:, rows:]

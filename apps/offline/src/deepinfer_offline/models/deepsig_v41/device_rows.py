@@ -133,14 +133,13 @@ class DeviceRows:
 
     def rotary(self, ratio: int) -> Rotation:
         """Rotation of the rows' positions in a layer of this ratio."""
-        return self._remember(("rotary", ratio > 0), lambda: self._rotation(self.positions, ratio))
+        return self._remember(("rotary", ratio > 0), lambda: self._rotation(ratio))
 
     def entry_rotary(self, ratio: int) -> Rotation:
         """Rotation of the first positions of the entries that the rows complete."""
         if ratio == 1:
             return self.rotary(1)
-        first = (self.positions - (ratio - 1)).clamp_min(0)
-        return self._remember(("entry rotary", ratio), lambda: self._rotation(first, ratio))
+        return self._remember(("entry rotary", ratio), lambda: self._rotation(ratio, shift=ratio - 1))
 
     def entries(self, ratio: int) -> Any:
         """Slots of the entries that the rows complete, and how many each sees (`EntryIndex`)."""
@@ -167,10 +166,9 @@ class DeviceRows:
             ),
         )
 
-    def _rotation(self, positions: Tensor, ratio: int) -> Rotation:
+    def _rotation(self, ratio: int, shift: int = 0) -> Rotation:
         frequencies = self.frequencies.compressed if ratio else self.frequencies.plain
-        angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
-        return Rotation(angles.cos(), angles.sin())
+        return Rotation(*self.package.rotation(self.positions, frequencies, shift=shift))
 
     def _remember(self, key: Any, make: Any) -> Any:
         if key not in self._memo:

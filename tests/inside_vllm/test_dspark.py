@@ -1,0 +1,359 @@
+"""deepinfer-specdec in vLLM's adaptive verification: a DSpark draft in stock vLLM's model runner, on a CPU.
+
+vLLM runs DSpark in its second model runner only, whose kernels are Triton. Triton's interpreter runs them on a CPU, but it
+has to be chosen before vLLM is imported, so this file starts itself as a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+WORKER = "deepinfer_specdec.adapters.vllm.worker.PlannedSpeculation"
+WIDTH, REQUESTS = 4, 6
+DRAFTING = 0.1  # milliseconds: low, as the interpreter's own time is too uneven to be taken off a step's
+DIP = [(8, 10.0), (16, 50.0), (24, 12.0), (32, 1e6)]  # (tokens, milliseconds): 24 tokens are cheaper than 16
+SIZES = [1, 2, 4, 8, 16, 32]  # stands for the sizes of captured graphs, of which a CPU has none
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What the process saw, by phase."""
+    folder = tmp_path_factory.mktemp("dspark")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DEEPINFER", "PYTEST"))}
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "INFO"}
+    done = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    found["log"] = done.stdout
+    return found
+
+
+def test_drafts_are_accepted_and_never_change_a_token(told):
+    assert told["learning"]["tokens"] == told["plain"]["tokens"]
+    assert told["dip"]["tokens"] == told["plain"]["tokens"]
+    report = told["learning"]["report"]
+    assert 1.2 < report["accepted_length"] <= WIDTH + 1
+
+
+def test_the_curve_is_the_machines_own_profile_bucket_by_bucket(told):
+    profile, priced = told["learning"]["profile"], told["learning"]["priced"]
+    medians = [profile[str(size)] for size in SIZES]
+    assert priced[1:] == pytest.approx([medians[np.searchsorted(SIZES, n)] for n in range(1, SIZES[-1] + 1)])
+    stock = told["learning"]["stock_table"]
+    assert stock == pytest.approx(np.maximum.accumulate(priced))  # what vLLM makes of the same profile
+
+
+def test_real_steps_correct_the_curve(told):
+    """A real step also samples and pays the gap, in interpreted kernels many times the forward pass that is profiled."""
+    learning = told["learning"]
+    assert learning["report"]["priced_steps"] > 10
+    buckets = [bucket for bucket, _ in learning["laps"]]
+    visited = max(set(buckets), key=buckets.count)
+    took = np.median([ms for bucket, ms in learning["laps"] if bucket == visited])
+    assert learning["refreshed"][visited] == pytest.approx(took, rel=1e-4)
+    assert learning["refreshed"][visited] > 2 * learning["priced"][visited]
+
+
+def test_what_we_count_is_what_vllm_decided(told):
+    for phase in ("learning", "dip"):
+        report, counted = told[phase]["report"], told[phase]["counted"]
+        assert report["verified_tokens"] == counted["verified"] == report["budget"] <= report["scheduled_drafts"]
+        assert report["accepted_tokens"] == counted["accepted"]
+        # vLLM runs a step ahead: what a request that has ended sampled there is dropped by the scheduler.
+        assert 0 <= report["scheduled_drafts"] - counted["scheduled"] <= REQUESTS * WIDTH
+        assert 0 <= report["accepted_tokens"] - counted["kept"] <= REQUESTS * WIDTH
+
+
+def test_temperatures_are_learned_saved_and_used(told):
+    learned, dip = told["learning"]["report"]["temperatures"], told["dip"]
+    assert any(abs(t - 1.0) > 0.05 for t in learned)
+    assert learned == pytest.approx(told["saved"], abs=1e-4)  # rounded in the report
+    raw = np.array(dip["raw"], dtype=np.float64)
+    logits = np.log(raw) - np.log1p(-raw)
+    assert np.array(dip["ranked_by"]) == pytest.approx(1 / (1 + np.exp(-logits / told["saved"])), abs=1e-5)
+    assert not np.allclose(raw, dip["ranked_by"], atol=1e-3)
+
+
+def test_the_budget_is_ours_and_goes_where_the_machine_is_cheap(told):
+    """Six requests and 18 drafts fill the cheap size of 24; vLLM's monotone table prices it like 16 and stays at 8."""
+    report = told["dip"]["report"]
+    assert report["budget"] > 3 * report["vllm_budget"] > 0
+    assert report["budget"] <= 18 * report["steps"]
+
+
+def test_the_log_says_what_is_going_on(told):
+    assert "Adaptive verification is planned by deepinfer-specdec." in told["log"]
+    assert "DeepInfer prices" in told["log"]
+    assert "tokens a request and step" in told["log"]
+
+
+def test_vllm_is_as_it_was_after_the_engine(told):
+    assert told["manager_while_running"].startswith("deepinfer_specdec.")
+    assert told["names_afterwards"] == [["vllm.v1.worker.gpu.spec_decode.adaptive_verification"] * 2] * 3
+
+
+def test_a_vllm_that_lacks_a_name_is_refused_with_that_name(told):
+    assert told["refusal"].startswith(
+        "deepinfer-specdec finds no AdaptiveVerificationManager.gone(argument) in this vLLM 0.33"
+    )
+
+
+# What follows runs in the process of its own.
+
+
+def write_models(folder):
+    """A target whose next token hangs mostly on its last one, and a draft that knows that much: it is often right."""
+    import torch
+    from deepinfer_specdec.dspark import DSparkConfig, DSparkModel, save_draft
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    vocab, hidden, inner, layers = 512, 64, 128, 4
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
+    ones = {"model.norm.weight": hidden}
+    for i in range(layers):
+        at, ff = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        shapes |= {f"{at}.{n}_proj.weight": (hidden if n in "qo" else 32, hidden) for n in "qkvo"}
+        shapes |= {f"{ff}.{n}_proj.weight": (inner, hidden) for n in ("gate", "up")}
+        shapes |= {f"{ff}.down_proj.weight": (hidden, inner)}
+        ones |= {f"model.layers.{i}.{n}_layernorm.weight": hidden for n in ("input", "post_attention")}
+        ones |= {f"{at}.{n}_norm.weight": 16 for n in "qk"}
+    tensors = {name: torch.randn(shape) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    tensors["model.embed_tokens.weight"] *= 8.0
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] *= 0.2
+    tensors |= {name: torch.ones(size) for name, size in ones.items()}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": vocab, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+        "tie_word_embeddings": False, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    (folder / "target").mkdir()
+    (folder / "target/config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "target/model.safetensors", metadata={"format": "pt"})
+
+    draft = DSparkModel(DSparkConfig(vocab, hidden, inner, 2, 4, 2, 16, (0, 1, 2), layers, WIDTH, 3, "vanilla", hidden,
+                                     rope_theta=1e4))  # fmt: skip
+    with torch.no_grad():
+        embedded = tensors["model.embed_tokens.weight"]
+        draft.norm.weight.fill_(0.02)
+        draft.markov_head.w1.weight.copy_(embedded / embedded.pow(2).mean(-1, keepdim=True).sqrt())
+        draft.markov_head.w2.weight.copy_(tensors["lm_head.weight"])
+        draft.confidence_head.proj.weight.normal_(0, 0.4)
+        draft.confidence_head.proj.bias.fill_(2.0)
+    save_draft(draft, folder / "draft")
+    raw = json.loads((folder / "draft/config.json").read_text())
+    raw |= {"max_position_embeddings": 2048, "hidden_act": "silu", "tie_word_embeddings": False}
+    raw |= {"enable_confidence_head": True, "confidence_head_with_markov": True, "torch_dtype": "float32"}
+    (folder / "draft/config.json").write_text(json.dumps(raw))
+
+
+def rms_norm(out, x, weight, epsilon):
+    """vLLM's op of that name, which DSpark's context pass calls directly; weight [n], or one a leading index."""
+    y = x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
+    out.copy_(y * (weight if weight.dim() == 1 else weight.view(len(weight), *[1] * (x.dim() - 2), -1)))
+
+
+def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
+    """vLLM's op of that name, for halves (`is_neox`) and queries alone."""
+    import torch
+
+    assert is_neox
+    assert key is None
+    cos, sin = cos_sin_cache[positions][:, None].chunk(2, -1)
+    a, b = query.view(len(positions), -1, head_size).chunk(2, -1)
+    query.copy_(torch.cat([a * cos - b * sin, b * cos + a * sin], -1).view_as(query))
+
+
+def prepare_vllm():
+    """What a GPU has and a CPU lacks: two ops, and graphs. Nothing else of vLLM is touched."""
+    import torch
+    import vllm.v1.worker.cpu_worker  # noqa: F401  (patches torch.cuda, before the model runner is imported)
+    from deepinfer_offline.engine.vllm.cpu.attention import TorchCpuMetadataBuilder
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.worker.gpu import model_runner
+
+    library = torch.library.Library("_C", "FRAGMENT")
+    for function, schema in {
+        rms_norm: "(Tensor(a!) out, Tensor x, Tensor? weight, float epsilon) -> ()",
+        rotary_embedding: "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cache, bool neox) -> ()",
+    }.items():
+        library.define(function.__name__ + schema)
+        library.impl(function.__name__, function, "CompositeExplicitAutograd")
+    VllmConfig._validate_adaptive_verification = lambda self: None  # asks for graphs
+    TorchCpuMetadataBuilder._cudagraph_support = AttentionCGSupport.ALWAYS
+    model_runner.resolve_adaptive_cudagraph_mode = lambda mode, **_: mode
+    return library
+
+
+def profile(runner):
+    """vLLM's own start-up profile, which its capture of graphs would run; by the host's clock."""
+    import time
+
+    from vllm.v1.worker.gpu.async_utils import StepTimingSample
+
+    manager, samples = runner.adaptive_verification, []
+    forward, spent = runner.execute_model, [0.0]
+
+    def timed(*args, **kwargs):
+        begin = time.perf_counter()
+        forward(*args, **kwargs)
+        spent[0] = (time.perf_counter() - begin) * 1e3
+
+    runner.execute_model = timed
+    for batch in manager.batches_to_profile(SIZES):
+        if batch["num_tokens"] <= 4 * SIZES[-1]:  # a longer tail would only take time
+            runner._dummy_run(**batch | {"context_len": 16})
+            requests = min(batch["num_tokens"], runner.max_num_reqs)
+            samples.append(StepTimingSample(spent[0], DRAFTING, batch["num_tokens"], requests, True))
+    runner.execute_model = forward
+    manager.set_initial_cost_curves(samples)
+    return {
+        size: float(np.median([s.forward_ms for s in samples if s.num_target_tokens == size]))
+        for size in {s.num_target_tokens for s in samples}
+    }
+
+
+def start(folder, adapted=True, **options):
+    from vllm import LLM
+
+    speculative = {"method": "dspark", "model": str(folder / "draft"), "num_speculative_tokens": WIDTH,
+                   "enable_adaptive_verification": True}  # fmt: skip
+    adapted_options = {"speculative_config": speculative, "worker_extension_cls": WORKER,
+                       "additional_config": {"deepinfer_specdec": options}}  # fmt: skip
+    return LLM(str(folder / "target"), skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=8,
+               kv_cache_memory_bytes=1 << 20, block_size=16, disable_log_stats=False,
+               kernel_config={"enable_jit_warmup": False}, **adapted_options if adapted else {})  # fmt: skip
+
+
+def answer(llm):
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": [5 + i, 60, 7, 8 + 9 * i] * 3} for i in range(REQUESTS)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def core_of(llm):
+    return llm.llm_engine.engine_core.engine_core
+
+
+def runner_of(llm):
+    return core_of(llm).model_executor.driver_worker.worker.model_runner
+
+
+def count_drafts(llm):
+    """What vLLM itself says from now on: its rejection sampler's verdicts, and what its scheduler makes of them."""
+    scheduler, speculator = core_of(llm).scheduler, runner_of(llm).speculator
+    stats, observe = scheduler.make_spec_decoding_stats, speculator.observe_verification
+    counted = {"scheduled": 0, "kept": 0, "verified": 0, "accepted": 0}
+
+    def count(*args, **kwargs):
+        counted["scheduled"] += kwargs["num_draft_tokens"]
+        counted["kept"] += kwargs["num_accepted_tokens"]
+        return stats(*args, **kwargs)
+
+    def judge(idx_mapping, num_sampled, num_rejected):
+        accepted = int((num_sampled - 1).clamp_min(0).sum())
+        counted["accepted"] += accepted
+        counted["verified"] += accepted + int(num_rejected.sum())
+        return observe(idx_mapping, num_sampled, num_rejected)
+
+    scheduler.make_spec_decoding_stats, speculator.observe_verification = count, judge
+    return counted
+
+
+def names():
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as module
+
+    ranking = module._assign_draft_token_budget_compiled
+    return [module.AdaptiveVerificationManager.__module__, getattr(ranking, "__wrapped__", ranking).__module__]
+
+
+def refusal():
+    """What the adapter says where a method it counts on is gone."""
+    from deepinfer_specdec.adapters.vllm import compat
+
+    compat.METHODS["gone"] = ("argument",)
+    try:
+        compat.require_seam()
+    except ImportError as error:
+        return str(error)
+    finally:
+        del compat.METHODS["gone"]
+
+
+def main(folder):
+    write_models(folder)
+    library = prepare_vllm()
+    found = {"refusal": refusal()}
+    afterwards = [names()]
+    llm = start(folder, adapted=False)
+    found["plain"] = {"tokens": answer(llm)}
+    llm.llm_engine.engine_core.shutdown()
+
+    file = folder / "sts.json"
+    llm = start(folder, publish_every=8, refit_every=24, save_temperatures=str(file), log_every=0.01)
+    found["manager_while_running"] = names()[0]
+    runner = runner_of(llm)
+    manager = runner.adaptive_verification
+    profiled = profile(runner)
+    everywhere = np.arange(SIZES[-1] + 1)
+    priced = manager._prices.verify.seconds(everywhere).tolist()
+    laps, take = [], manager._clock.take
+
+    def listen():
+        taken = take()
+        prices = manager._prices
+        laps.extend((prices._point(n), ms - float(prices.draft.seconds(r))) for r, n, ms in taken)
+        return taken
+
+    manager._clock.take = listen
+    counted = count_drafts(llm)
+    tokens = answer(llm)
+    manager._calibrator.join()
+    manager._publish()
+    manager.report.log(manager._calibrator.temperatures, manager._prices.observed)
+    found["learning"] = {
+        "tokens": tokens, "counted": counted, "report": llm.collective_rpc("speculation_report")[0],
+        "profile": profiled, "priced": priced, "laps": laps,
+        "stock_table": [0.0, *manager.cost_tables[1][1 : SIZES[-1] + 1].tolist()],
+        "refreshed": manager._prices.verify.seconds(everywhere).tolist(),
+    }  # fmt: skip
+    llm.llm_engine.engine_core.shutdown()
+    afterwards.append(names())
+    found["saved"] = json.loads(file.read_text())["temperatures"]
+
+    llm = start(folder, temperatures=str(file), online=False, publish_every=1000)
+    manager = runner_of(llm).adaptive_verification
+    manager._cudagraph_limit = 32
+    manager.set_cost_curves([(1, 1e-3), (8, 1e-3)], DIP)
+    counted = count_drafts(llm)
+    tokens = answer(llm)
+    slots = slice(0, 8)
+    used = (manager._raw[slots] > 0).all(1)
+    found["dip"] = {
+        "tokens": tokens, "counted": counted, "report": llm.collective_rpc("speculation_report")[0],
+        "raw": manager._raw[slots][used].tolist(), "ranked_by": manager._confidence_probs[slots][used].tolist(),
+    }  # fmt: skip
+    llm.llm_engine.engine_core.shutdown()
+    afterwards.append(names())
+    found["names_afterwards"] = afterwards
+    del library
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
