@@ -192,8 +192,73 @@ def test_speculation_changes_no_token_under_a_grammar(llm: LLM, temperature: flo
     expected = [o.outputs[0].token_ids for o in llm.generate(prompts, asked)]
     for drafter in ("suffix", "ngram"):
         with LLM(dtype="float32", device="cpu", engine="native", kv_memory="64MiB", speculative=drafter) as other:
-            other.engine._parts.speculation._forced = True  # verify even where this machine's clock says not to
+            other.engine._parts.speculation.force()  # verify even where this machine's clock says not to
             outputs = other.generate(prompts, asked)
             assert [o.error for o in outputs] == [None] * len(asked)
             assert other.stats().drafted_tokens > 0
         assert [o.outputs[0].token_ids for o in outputs] == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_constrained_rows_take_drafts(llm: LLM, temperature: float) -> None:
+    """Every row is bound to a grammar, some by a guard too; drafts are its own: forced keys, and what others have said."""
+    copy = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 6, "maxItems": 9}
+    wanted = [SCHEMA, copy, SCHEMAS[2], SCHEMAS[3], {"enum": ["an answer of many tokens that is the only one"]}]
+    asked = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=48, structured_outputs={"json": schema})
+        for i, schema in enumerate([*wanted, *wanted])
+    ]
+    prompts = [PROMPT] * len(asked)
+    expected = [o.outputs[0].token_ids for o in llm.generate(prompts, asked)]
+    with LLM(dtype="float32", device="cpu", engine="native", kv_memory="64MiB", speculative="suffix") as other:
+        other.engine._parts.speculation.force(4)
+        outputs = other.generate(prompts, asked)
+        assert [o.error for o in outputs] == [None] * len(asked)
+        stats = other.stats()
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    assert stats.accepted_tokens >= 20  # the only answer alone has more tokens
+
+
+def test_a_stop_string_inside_a_grammar_is_no_complete_answer(llm: LLM) -> None:
+    def asked(stop: str, **more: object) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=60, stop=[stop], structured_outputs={"json": SCHEMA}, **more)
+
+    whole = llm.generate(PROMPT, form(json=SCHEMA))[0].outputs[0].text
+    cuts = [asked('"big"'), asked("}"), asked("}", include_stop_str_in_output=True), asked("no such text")]
+    inside, before, after, never = (o.outputs[0] for o in llm.generate([PROMPT] * 4, cuts))
+    assert (inside.finish_reason, inside.stop_reason) == ("length", '"big"')
+    assert (before.finish_reason, before.text) == ("length", whole[:-1])
+    assert (after.finish_reason, after.stop_reason, after.text) == ("stop", "}", whole)
+    assert (never.finish_reason, never.text) == ("stop", whole)
+
+
+def test_what_a_grammar_leaves_out_is_said(tmp_path, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    from deepinfer_offline.engine.structured import GrammarCompiler
+    from deepinfer_structured import Options
+
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path))
+    schema = {"type": "string", "pattern": "^(a+)-\\1$"}
+    refused = llm.generate(PROMPT, form(json=schema))[0]
+    assert refused.error is not None
+    assert "a back reference is not supported" in str(refused.error)
+    parts = llm.engine._parts
+    compiler = GrammarCompiler(parts.tokenizer, parts.info.vocab_size, options=Options(on_unsupported="warn"))
+    grammar = compiler.submit(StructuredOutputs(json=schema)).result()
+    compiler.close()
+    assert list(compiler.notes) == list(grammar.notes)
+    assert "back reference" in grammar.notes[0]
+    from deepinfer_offline.engine.base import Request
+
+    request = Request("noted", llm.get_tokenizer().encode(PROMPT), SamplingParams(max_tokens=2), grammar=grammar)
+    llm.engine.add_request(request)
+    outputs = []
+    while llm.engine.has_unfinished():
+        outputs += llm.engine.step()
+    assert outputs[0].notes == grammar.notes
+
+
+def test_analysed_schemas_are_kept_between_runs(tmp_path, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path))
+    llm.generate(PROMPT, form(json={**SCHEMA, "title": "kept between runs"}))
+    (stored,) = (tmp_path / "grammars").iterdir()
+    assert "start" in json.loads(stored.read_text())["text"]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from deepinfer_structured import Spec, Vocabulary, allocate_mask, allowed_tokens, compile_spec, fill_masks
+from deepinfer_structured import (
+    MatcherError,
+    Options,
+    Spec,
+    Vocabulary,
+    allocate_mask,
+    allowed_tokens,
+    compile_spec,
+    fill_masks,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,3 +158,19 @@ def test_vocabulary_names_what_is_wrong():
         Vocabulary([b"a"], eos_ids=[3])
     with pytest.raises(ValueError, match="smaller"):
         Vocabulary([b"a", b"b"], eos_ids=[0], size=1)
+
+
+def test_a_draft_into_a_dead_end_is_cut_before_it(byte_vocabulary):
+    """Two texts fit the items and three distinct ones are asked for: after the second nothing can be said."""
+    item = {"type": "string", "pattern": "^a{0,1}$"}
+    schema = {"type": "array", "items": item, "uniqueItems": True, "minItems": 3, "maxItems": 3}
+    matcher = compile_spec(Spec.json_schema(schema), byte_vocabulary, Options(max_whitespace=0)).matcher()
+    draft = list(b'["a","",')
+    rows = allocate_mask(len(draft) + 1, byte_vocabulary.size)
+    filled = matcher.fill_draft_masks(draft, rows)
+    assert matcher.allows(draft) > filled
+    assert len(matcher) == 0
+    assert rows[: filled + 1].any(axis=1).all()
+    assert matcher.accept(draft[: filled + 1]) == filled + 1
+    with pytest.raises(MatcherError, match="no distinct array item"):
+        matcher.mask()

@@ -140,19 +140,26 @@ class Matcher:
             rows: int32 `[k + 1, words]`.
 
         Returns:
-            How many draft tokens the grammar allows.
+            How many draft tokens the grammar allows and has a mask after: that many rows and one more are filled. A draft
+            that leads to where nothing is left to say is no error, and stops before that.
+
+        Raises:
+            MatcherError: there is no first mask.
         """
-        accepted = 0
+        accepted = filled = 0
+        self.fill_mask(rows[0])
         try:
-            self.fill_mask(rows[0])
             for i, token in enumerate(draft):
                 if self.accept([token]) != 1:
                     break
                 accepted += 1
                 self.fill_mask(rows[i + 1])
+                filled += 1
+        except MatcherError:
+            rows[filled + 1] = -1
         finally:
             self.rollback(accepted)
-        return accepted
+        return filled
 
     def allows(self, token_ids: Sequence[int]) -> int:
         """How many of the tokens could be accepted from here. The state is unchanged."""

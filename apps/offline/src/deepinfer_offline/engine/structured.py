@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer_offline.engine.base import RequestError
 from deepinfer_offline.sampling.params import StructuredOutputs
 
 if TYPE_CHECKING:
-    from deepinfer_structured import Grammar, Spec, Vocabulary
+    from deepinfer_structured import Grammar, Options, Spec, Vocabulary
 
     from deepinfer_offline.text.tokenizer import Tokenizer
 
+_LOG = logging.getLogger(__name__)
 _KEPT_GRAMMARS = 512
+_MOST_NOTES = 100
+
+
+def grammar_folder() -> Path:
+    """Where analysed schemas are kept between runs: `grammars` in `$DEEPINFER_CACHE_DIR`, by default in
+    `$XDG_CACHE_HOME/deepinfer` or `~/.cache/deepinfer`."""
+    own = os.environ.get("DEEPINFER_CACHE_DIR")
+    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "deepinfer"
+    return base.expanduser() / "grammars"
 
 
 class GrammarCompiler:
@@ -26,10 +39,18 @@ class GrammarCompiler:
         tokenizer: the model's tokenizer.
         vocab_size: width of the logits.
         threads: compilations at a time.
+        options: how schemas become grammars; None for the defaults, with analysed schemas kept in `grammar_folder`.
+
+    Attributes:
+        notes: what grammars have to say (a keyword that is left out under `on_unsupported="warn"`, a `format` that is an
+            annotation), and how many grammars say it.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, *, threads: int = 1) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, *, threads: int = 1, options: Options | None = None
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._options = tokenizer, vocab_size, options
+        self.notes: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="deepinfer-grammar")
         self._futures: OrderedDict[Spec, Future[Grammar]] = OrderedDict()
         self._vocabulary: Vocabulary | None = None
@@ -57,14 +78,26 @@ class GrammarCompiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, spec: Spec) -> Grammar:
-        from deepinfer_structured import StructuredError, compile_spec
+        from deepinfer_structured import Options, StructuredError, compile_spec
 
         try:
             with self._lock:
                 vocabulary = self._vocabulary = self._vocabulary or self._make_vocabulary()
-            return compile_spec(spec, vocabulary)
+            options = self._options or Options(cache_dir=str(grammar_folder()))
+            grammar = compile_spec(spec, vocabulary, options)
+            self._take_notes(grammar.notes)
+            return grammar
         except (StructuredError, ValueError, RecursionError) as error:
             raise _refusal(error) from error
+
+    def _take_notes(self, notes: tuple[str, ...]) -> None:
+        with self._lock:
+            for note in notes:
+                if note not in self.notes:
+                    if len(self.notes) >= _MOST_NOTES:
+                        return
+                    _LOG.warning("structured output: %s", note)
+                self.notes[note] += 1
 
     def _make_vocabulary(self) -> Vocabulary:
         from deepinfer_structured import Vocabulary

@@ -69,6 +69,9 @@ class Answer:
     def take(self, token: int, facts: TokenFacts | None) -> End | None:
         """Account for one drawn token. Stop ids come before stop strings, and these before the length limit.
 
+        A stop string that cuts an answer inside its grammar ends it as the length limit does, with reason `length`:
+        what says `stop` is complete.
+
         Raises:
             GrammarBrokenError: the grammar does not allow the token.
         """
@@ -85,12 +88,23 @@ class Answer:
                 return End("stop", None, hide_last=not params.include_stop_str_in_output)
         if self.watch is not None and (stop := self.watch.push(token)) is not None:
             text, kept = self.watch.cut(stop)
-            return End("stop", stop.string, text, kept)
+            return End("stop" if self._is_complete(text, kept) else "length", stop.string, text, kept)
         if self.matcher is not None and self.matcher.is_terminated:
             return End("stop")
         if self.seq.num_prompt + self.count >= self.limit:
             return End("length")
         return None
+
+    def _is_complete(self, text: str, kept: int) -> bool:
+        """Whether the grammar lets the answer end where a stop string cuts it: `text`, which `kept` tokens hold."""
+        if self.matcher is None:
+            return True
+        assert self.watch is not None
+        if (self.watch.ends[kept - 1] if kept else 0) != len(text):
+            return False  # cut inside a token
+        place = self.matcher.clone()
+        place.rollback(self.count - kept)
+        return place.is_accepting or place.is_terminated
 
 
 class GrammarBrokenError(RuntimeError):
@@ -112,6 +126,7 @@ class Group:
         completions: finished answers by index.
         prompt_facts: by prompt position, for `prompt_logprobs`.
         cached_tokens: prompt tokens found in the prefix cache when it was first admitted; -1 before.
+        notes: what its grammar does not enforce.
     """
 
     request: Request
@@ -121,6 +136,7 @@ class Group:
     completions: dict[int, Completion] = field(default_factory=dict)
     prompt_facts: dict[int, TokenFacts] = field(default_factory=dict)
     cached_tokens: int = -1
+    notes: tuple[str, ...] = ()
 
     @property
     def done(self) -> bool:
@@ -142,6 +158,7 @@ def make_answers(
     length = len(request.prompt_token_ids)
     room = max_model_len - length
     most = room if params.max_tokens is None else min(params.max_tokens, room)
+    group.notes = grammar.notes if grammar is not None else ()
     return [
         Answer(
             group,

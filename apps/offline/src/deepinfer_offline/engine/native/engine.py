@@ -215,8 +215,11 @@ class NativeEngine:
         error = self._masks.errors.pop(seq_id, None)
         if error is not None:
             return 1, error
+        reach = self._masks.reach.pop(seq_id, None)
         try:
             for place, token in enumerate(tokens):
+                if place == reach:  # accepted drafts led where no mask could be made: the matcher says why
+                    answer.matcher.mask()
                 end = answer.take(token, facts(place))
                 if end is not None:
                     return place + 1, end
@@ -303,6 +306,8 @@ class NativeEngine:
         extra = dict(self._stats.extra) | ({"speculation": speculation.report()} if speculation is not None else {})
         if self._parts.store is not None:
             extra["kv_store"] = self._parts.store.report()
+        if self._parts.grammars.notes:
+            extra["grammar_notes"] = dict(self._parts.grammars.notes)
         return replace(
             self._stats,
             running=scheduler.num_running,

@@ -56,6 +56,9 @@ class MaskMaker:
         # One core is left to the forward on small machines: it waits for the slowest of its threads.
         self._threads = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
         self.errors: dict[int, Exception] = {}  # sequence id -> what its matcher raised
+        self.reach: dict[
+            int, int
+        ] = {}  # sequence id -> masks that its row has, where they do not follow all its drafts
 
     def step(self, plan: StepPlan) -> StepMasks:
         """The masks of a planned step, to be opened by the loop and asked for by the runner."""
@@ -77,6 +80,7 @@ class MaskMaker:
         for row in np.flatnonzero(plan.constrained & plan.samples).tolist():
             seq_id = int(plan.seq_ids[row])
             answer = self._answers.get(seq_id)
+            self.reach.pop(seq_id, None)
             if answer is not None and answer.matcher is not None:
                 drafts = answer.drafts[: int(plan.drafts[row])]
                 found.append(_Wanted(row, seq_id, answer.matcher, drafts, first))
@@ -110,7 +114,9 @@ class MaskMaker:
         rows[:] = -1
         try:
             if one.drafts:
-                one.matcher.fill_draft_masks(one.drafts, rows)
+                allowed = one.matcher.fill_draft_masks(one.drafts, rows)
+                if allowed < len(one.drafts):
+                    self.reach[one.seq_id] = allowed + 1
             else:
                 one.matcher.fill_mask(rows[0])
         except Exception as error:

@@ -45,6 +45,7 @@ def finished(group: Group, tokenizer: Tokenizer | None) -> RequestOutput:
         outputs=[group.completions[index] for index in sorted(group.completions)],
         num_cached_tokens=max(group.cached_tokens, 0),
         prompt_logprobs=_prompt_logprobs(group, tokenizer),
+        notes=group.notes,
     )
 
 
