@@ -58,10 +58,12 @@ class StepClock:
 
     def stop(self, requests: int, tokens: int) -> None:
         """The step has drafted: everything between is its time."""
-        if self._start is not None:
-            end = self._mark()
-            self._laps.append(_Lap(self._last, self._start, end, requests, tokens))
-            self._last, self._start = end, None
+        if self._start is None:
+            self._last = None
+            return
+        end = self._mark()
+        self._laps.append(_Lap(self._last, self._start, end, requests, tokens))
+        self._last, self._start = end, None
 
     def skip(self) -> None:
         """A step ran that is not measured."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from deepinfer_specdec.adapters.vllm.calibrator import CLIP, Calibrator
@@ -129,7 +130,7 @@ class PlannedVerification(AdaptiveVerificationManager):
     def _set_temperatures(self, temperatures: list[float]) -> None:
         self._temperatures = None
         if any(value != 1.0 for value in temperatures):
-            self._temperatures = torch.tensor(temperatures, dtype=torch.float32).to(self.req_states.device)
+            self._temperatures = async_tensor_h2d(temperatures, device=self.req_states.device, dtype=torch.float32)
 
     def _send_outcomes(self, idx: Tensor, scheduled: np.ndarray) -> None:
         """Send off what became of this step's drafts: the tokens that the request state kept say how many were accepted.
