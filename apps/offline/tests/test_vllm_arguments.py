@@ -66,6 +66,8 @@ def test_further_arguments_are_read_by_their_type(name, text, value):
     ("name", "text", "says"),
     [
         ("gpu_mem", "0.5", "no such engine argument; near it: gpu_memory_utilization"),
+        ("enforce_eagr", "1", "no such engine argument; near it: enforce_eager"),
+        ("no_such", "1", "no such engine argument$"),
         ("enforce_eager", "perhaps", "'perhaps' is not of type bool"),
         ("gpu_memory_utilization", "half", "'half' is not of type float"),
         ("hf_overrides", "{a}", "is not JSON"),

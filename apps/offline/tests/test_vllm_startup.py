@@ -47,3 +47,10 @@ def test_frames_around_a_reason_are_stripped():
     worker = "RuntimeError: Worker failed with error 'no room.', please check the stack trace above for the root cause"
     assert tidy(worker) == "no room."
     assert tidy("OSError: plain") == "OSError: plain"
+
+
+def test_advice_is_given_in_flags_of_this_command_line():
+    memory = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when ..."
+    assert tidy(memory) == "there is no memory for the KV cache: give more with --kv-memory"
+    heads = "Total number of attention heads (9) must be divisible by tensor parallel size (2)."
+    assert tidy(heads) == "9 attention heads cannot be spread over 2 workers: --tensor-parallel must divide 9"

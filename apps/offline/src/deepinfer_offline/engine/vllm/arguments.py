@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import sys
 import types
@@ -71,7 +72,10 @@ def parse_value(name: str, text: str, known: type) -> Any:
     """Read one `--engine-arg` by the type of the field it names; objects and lists are written as JSON."""
     fields = {field.name: field for field in dataclasses.fields(known)}
     if name not in fields:
-        near = sorted(f for f in fields if name.split("_")[0] in f)[:6]
+        word = name.split("_")[0]
+        near = (
+            difflib.get_close_matches(name, fields, n=4) or sorted(f for f in fields if len(word) > 2 and word in f)[:4]
+        )
         hint = f"; near it: {', '.join(near)}" if near else ""
         raise EngineStartError(f"--engine-arg {name}: vLLM has no such engine argument{hint}")
     wanted = _type_of(fields[name].type, known, name)

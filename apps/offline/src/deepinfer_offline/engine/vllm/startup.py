@@ -13,6 +13,12 @@ _CAUSE = re.compile(
     r"^(?:\([^)]*\)\s*)?(?:(?:ERROR|CRITICAL)\b.*?\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit)): (.+)$"
 )
 _KEEP = 1 << 20
+# What vLLM says in terms of its own flags, in terms of ours.
+_ADVICE = (
+    (r"No available memory for the cache blocks.*", "there is no memory for the KV cache: give more with --kv-memory"),
+    (r"Total number of attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\).*",
+     r"\1 attention heads cannot be spread over \2 workers: --tensor-parallel must divide \1"),
+)  # fmt: skip
 _EMPTY = ("Engine core initialization failed", "WorkerProc initialization failed", "See root cause")
 
 
@@ -31,7 +37,12 @@ def tidy(cause: str) -> str:
     cause = re.sub(r"^\w+: \d+ validation errors? for \w+ (?:Value error, )?", "", cause)
     cause = re.sub(r" \[type=.*$", "", cause)
     quoted = re.match(r"^\w+: Worker failed with error '(.*)', please check the stack trace", cause)
-    return quoted[1] if quoted else cause
+    cause = quoted[1] if quoted else cause
+    for pattern, advice in _ADVICE:
+        found = re.search(pattern, cause)
+        if found:
+            return found.expand(advice)
+    return cause
 
 
 class Log:
