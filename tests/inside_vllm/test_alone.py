@@ -44,9 +44,12 @@ print(json.dumps({"acts": type(core(llm).scheduler.waiting).__name__ == "PrefixR
 """,
     "deepinfer-specdec": """
 llm = start(speculative_config={"method": "custom_class", "num_speculative_tokens": 4,
-                                "model": "deepinfer_specdec.adapters.vllm.proposer.SuffixProposer"})
+                                "model": "deepinfer_specdec.adapters.vllm.proposer.SuffixProposer"},
+            worker_extension_cls="deepinfer_specdec.adapters.vllm.worker.PlannedSpeculation")
 tokens = ask(llm)
-print(json.dumps({"acts": counters(llm)["vllm:spec_decode_num_draft_tokens"] > 0, "tokens": tokens}))
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification as module
+planned = module.AdaptiveVerificationManager.__module__ == "deepinfer_specdec.adapters.vllm.verification"
+print(json.dumps({"acts": planned and counters(llm)["vllm:spec_decode_num_draft_tokens"] > 0, "tokens": tokens}))
 """,
     "deepinfer-structured": """
 import vllm.v1.structured_output as manager
