@@ -49,7 +49,7 @@ TEXTS = st.one_of(
 
 
 def _python(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern.replace("$", r"\Z"))
+    return re.compile(pattern.replace("$", r"\Z"), re.ASCII)  # a word's characters are ASCII in ECMAScript
 
 
 @settings(max_examples=600, deadline=None)

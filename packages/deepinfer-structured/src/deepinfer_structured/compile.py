@@ -128,7 +128,7 @@ def _placed(spec: Spec, error: LimitExceeded) -> LimitExceeded:
 
 
 def _call(function: str, arguments: tuple[Any, ...], options: Options) -> Any:
-    return _worker(options.limits.worker_mib).call(_TRIAL, function, arguments, 2 * options.limits.seconds)
+    return _worker(options.limits.worker_mib).call(_TRIAL, function, arguments, 1.5 * options.limits.seconds)
 
 
 @functools.cache

@@ -18,8 +18,8 @@ class Limits:
         max_depth: nesting of the specification.
         max_rules: grammar rules after lowering.
         max_cases: alternatives that one schema may be split into.
-        seconds: processor time to analyse a schema, and wall time to build its grammar on trial. The worker is given twice
-            as much wall time, for a machine that is busy with other things.
+        seconds: processor time to analyse a schema. The worker may use half as much again for that, and as much to build
+            the grammar on trial.
         safe_bytes: a lowered grammar up to this size is built in the calling process without a trial in the worker.
         worker_mib: address space of the worker process, MiB.
     """
