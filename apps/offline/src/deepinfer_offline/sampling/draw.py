@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from deepinfer_offline.ops.cuda.support import kernels, supports
+from deepinfer_offline.ops.transfers import upload
 from deepinfer_offline.sampling.batch import SamplingTable
 from deepinfer_offline.sampling.random import uniform
 from deepinfer_offline.sampling.select import select_limits
@@ -25,10 +27,22 @@ def draw(logits: torch.Tensor, table: SamplingTable, slots: np.ndarray, position
     Returns:
         int64 [n].
     """
-    device = logits.device
+    numbers = uniform(table.seed[slots], positions)
+    if logits.is_cuda and supports("sample")(str(logits.device), logits.dtype) is None:
+        return _draw_fused(logits, table, slots, numbers)
     weights = filtered_weights(logits, table, slots)
-    numbers = torch.from_numpy(uniform(table.seed[slots], positions)).to(device, non_blocking=True)
-    return pick(weights, numbers)
+    return pick(weights, upload([numbers], logits.device)[0])
+
+
+def _draw_fused(logits: torch.Tensor, table: SamplingTable, slots: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
+    """The same by one kernel package's filters, which search for the limits instead of sorting."""
+    columns = {"min_p": table.min_p[slots], "top_k": table.top_k[slots], "top_p": table.top_p[slots]}
+    neutral = {"min_p": 0, "top_k": 0, "top_p": 1}
+    used = [name for name, column in columns.items() if (column != neutral[name]).any()]
+    heat, there, *filters = upload(
+        [table.temperature[slots], numbers, *(columns[name] for name in used)], logits.device
+    )
+    return kernels().sample(logits, heat, there, **dict(zip(used, filters, strict=True)))
 
 
 def filtered_weights(logits: torch.Tensor, table: SamplingTable, slots: np.ndarray) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from deepinfer_offline.ops.transfers import upload
 from deepinfer_offline.sampling.adjust import add_bias, apply_masks, apply_penalties, hold_back_stops
 from deepinfer_offline.sampling.batch import Logprobs, SampledTokens, SamplingBatch, SamplingTable
 from deepinfer_offline.sampling.draw import draw
@@ -48,7 +49,7 @@ class Sampler:
         ids = known if known is not None else adjusted.argmax(dim=-1)
         if len(random):
             whole = len(random) == len(slots)
-            rows = torch.from_numpy(random).to(logits.device, non_blocking=True)
+            (rows,) = upload([random], logits.device)
             drawn = draw(adjusted if whole else adjusted[rows], table, slots[random], batch.positions[random])
             ids = drawn if whole else ids.index_copy(0, rows, drawn)
         return ids
@@ -80,5 +81,5 @@ class Sampler:
         rows = np.flatnonzero(wanted >= 0)
         if not len(rows):
             return None
-        index = torch.from_numpy(rows).to(logits.device, non_blocking=True)
+        (index,) = upload([rows], logits.device)
         return gather_logprobs(logits[index], ids[index], int(wanted.max()), rows)

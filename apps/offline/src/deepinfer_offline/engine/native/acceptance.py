@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from deepinfer_offline.engine.native.transfers import upload
+from deepinfer_offline.ops.transfers import upload
 
 if TYPE_CHECKING:
     from deepinfer_sched import StepPlan

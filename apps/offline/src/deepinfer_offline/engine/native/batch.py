@@ -9,8 +9,8 @@ import numpy as np
 from deepinfer_sched import StepPlan
 
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.engine.native.transfers import upload
 from deepinfer_offline.models.base import BatchCascade, CacheGroup, ForwardBatch, HostBatch
+from deepinfer_offline.ops.transfers import upload
 
 TableSource = Callable[[str], np.ndarray]
 """`CacheManager.block_table`: group name -> int32 [max_running, columns], indexed by slot."""

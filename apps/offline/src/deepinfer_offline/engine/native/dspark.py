@@ -23,8 +23,8 @@ from deepinfer_specdec.errors import CalibrationError
 from deepinfer_specdec.scheduling.calibration import OnlineCalibration, TemperatureScaling
 
 from deepinfer_offline.engine.base import EngineStartError
-from deepinfer_offline.engine.native.transfers import upload
 from deepinfer_offline.models.base import DraftsBlocks, Model
+from deepinfer_offline.ops.transfers import upload
 from deepinfer_offline.sampling.batch import SamplingBatch
 
 if TYPE_CHECKING:

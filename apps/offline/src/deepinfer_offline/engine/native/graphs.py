@@ -20,9 +20,9 @@ import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.engine.native.transfers import upload
 from deepinfer_offline.models.base import Capturable, ForwardBatch, HostBatch, Model
 from deepinfer_offline.ops.cuda.support import kernels
+from deepinfer_offline.ops.transfers import upload
 
 _LOG = logging.getLogger(__name__)
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)

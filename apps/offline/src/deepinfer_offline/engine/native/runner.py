@@ -22,9 +22,9 @@ from deepinfer_offline.engine.native.batch import (
 )
 from deepinfer_offline.engine.native.graphs import make_graphs
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.engine.native.transfers import Download, StepClock, upload
 from deepinfer_offline.engine.native.worker import DeviceWorker, InlineWorker, ThreadWorker, Worker
 from deepinfer_offline.models.base import Model
+from deepinfer_offline.ops.transfers import Download, StepClock, upload
 from deepinfer_offline.sampling.batch import Logprobs, SampledTokens, SamplingBatch
 from deepinfer_offline.sampling.logprobs import gather_logprobs
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from deepinfer_offline.engine.native.transfers import upload
+from deepinfer_offline.ops.transfers import upload
 
 
 class TokenBuffer:

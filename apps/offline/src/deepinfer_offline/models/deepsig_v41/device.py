@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepinfer_offline.engine.native.transfers import upload
 from deepinfer_offline.models.deepsig_v41.backbone import Counters, StepResult
 from deepinfer_offline.models.deepsig_v41.cache import GLOBAL, V41Cache, entries_per_block
 from deepinfer_offline.models.deepsig_v41.config import V41Config
@@ -25,6 +24,7 @@ from deepinfer_offline.models.deepsig_v41.stage import Frequencies, one_hot_pre
 from deepinfer_offline.models.deepsig_v41.weights import HyperWeights, LayerWeights, ModelWeights
 from deepinfer_offline.ops import deepsig as ops
 from deepinfer_offline.ops.cuda.support import kernels
+from deepinfer_offline.ops.transfers import upload
 
 if TYPE_CHECKING:
     from deepinfer_offline.models.base import ForwardBatch

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_offline.engine.native.transfers import upload
 from deepinfer_offline.models.deepsig_v41.cache import GLOBAL, PAIRS, WINDOW
 from deepinfer_offline.models.deepsig_v41.replay import Trim
+from deepinfer_offline.ops.transfers import upload
 
 if TYPE_CHECKING:
     from deepinfer_offline.models.base import ForwardBatch, HostBatch
