@@ -52,5 +52,17 @@ def test_frames_around_a_reason_are_stripped():
 def test_advice_is_given_in_flags_of_this_command_line():
     memory = "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when ..."
     assert tidy(memory) == "there is no memory for the KV cache: give more with --kv-memory"
+    model = (
+        "Model architectures ['FooForCausalLM'] are not supported for now. Supported architectures: dict_keys([...])"
+    )
+    assert tidy(model) == "this vLLM has no model FooForCausalLM; --engine native may have it"
     heads = "Total number of attention heads (9) must be divisible by tensor parallel size (2)."
     assert tidy(heads) == "9 attention heads cannot be spread over 2 workers: --tensor-parallel must divide 9"
+
+
+def test_a_long_cause_ends_with_a_sentence():
+    long = "ValueError: the model type `foo` is not known. " + "This could be because of this or that. " * 20
+    assert tidy(long).startswith("ValueError: the model type `foo` is not known. ")
+    assert tidy(long).endswith("this or that.")
+    assert len(tidy(long)) <= 300
+    assert tidy("x" * 400) == "x" * 300 + "..."

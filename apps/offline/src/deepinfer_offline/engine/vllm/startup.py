@@ -13,9 +13,11 @@ _CAUSE = re.compile(
     r"^(?:\([^)]*\)\s*)?(?:(?:ERROR|CRITICAL)\b.*?\]\s*)?((?:\w+\.)*\w*(?:Error|Exception|Exit)): (.+)$"
 )
 _KEEP = 1 << 20
+_LONGEST = 300  # characters of a cause; what comes after them is advice on vLLM's own command line, or a list
 # What vLLM says in terms of its own flags, in terms of ours.
 _ADVICE = (
     (r"No available memory for the cache blocks.*", "there is no memory for the KV cache: give more with --kv-memory"),
+    (r"Model architectures \['(.+?)'\] are not supported for now.*", r"this vLLM has no model \1; --engine native may have it"),
     (r"Total number of attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\).*",
      r"\1 attention heads cannot be spread over \2 workers: --tensor-parallel must divide \1"),
 )  # fmt: skip
@@ -42,7 +44,10 @@ def tidy(cause: str) -> str:
         found = re.search(pattern, cause)
         if found:
             return found.expand(advice)
-    return cause
+    if len(cause) <= _LONGEST:
+        return cause
+    end = cause.rfind(". ", 0, _LONGEST)
+    return cause[: end + 1] if end > 0 else f"{cause[:_LONGEST]}..."
 
 
 class Log:
