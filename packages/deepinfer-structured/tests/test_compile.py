@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import time
 
@@ -19,6 +20,7 @@ from deepinfer_structured import (
     compile_spec,
 )
 from deepinfer_structured.engines import xgrammar
+from deepinfer_structured.lowering import lower_spec
 from deepinfer_structured.worker import Worker
 
 
@@ -250,3 +252,59 @@ def test_a_complement_that_is_narrowed_is_named(byte_vocabulary):
         compile_spec(Spec.json_schema({"not": closed}), byte_vocabulary)
     grammar = compile_spec(Spec.json_schema({"oneOf": [{"type": "array"}, closed]}), byte_vocabulary)
     assert any("unevaluatedItems" in note for note in grammar.notes)
+
+
+LIMITED = Options(limits=Limits(seconds=0.01))
+MANY = {"oneOf": [{"properties": {f"k{i}": {"type": "integer", "minimum": i}}} for i in range(14)]}
+PILE = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/many"} for i in range(3)}, "$defs": {"many": MANY}}
+SLOW = {"type": "object", "required": ["a"], "properties": {"a": {
+    "type": "string", "minLength": 100,
+    "allOf": [{"pattern": "^([a-z][0-9])+$"}, {"pattern": "((c1d3g3).{4,8}){6,6}"}, {"pattern": "(t|8){10,10}$"},
+              {"anyOf": [{"not": {"pattern": "^([a-z][0-9])+$"}}, {"not": {"pattern": "(t|8){10,10}$"}}]}],
+}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("schema", "error", "pointers", "keywords"),
+    [
+        (PILE, LimitExceeded, ("/$defs/many", "/properties/p0"), ("oneOf", "properties")),
+        ({"type": "object", "required": ["a"], "properties": {"a": {"minimum": 3, "maximum": 2, "type": "number"}}},
+         UnsatisfiableSchema,
+         ("/properties/a",), ("minimum", "maximum", "type")),
+        ({"properties": {"a": {"items": {"type": "no"}}}}, InvalidSpec, None, None),
+        ({"items": {"pattern": r"^(a)\1$"}}, UnsupportedSchema, ("/items",), ("pattern",)),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_keyword_place_and_way_out(byte_vocabulary, schema, error, pointers, keywords):
+    with pytest.raises(error) as caught:
+        compile_spec(Spec.json_schema(schema), byte_vocabulary, LIMITED if schema is PILE else Options())
+    if pointers is None:
+        assert "/properties/a/items" in str(caught.value)
+        return
+    assert caught.value.pointer in pointers
+    assert caught.value.keyword in keywords
+    assert caught.value.way_out
+    assert f"schema at {caught.value.pointer}: keyword '{caught.value.keyword}'" in str(caught.value)
+
+
+def test_what_the_library_cannot_build_is_blamed_on_the_largest_part(byte_vocabulary):
+    with pytest.raises(LimitExceeded, match="too costly to match") as caught:
+        compile_spec(Spec.json_schema(SLOW), byte_vocabulary)
+    assert caught.value.pointer.startswith("/properties/a")
+    assert caught.value.keyword in ("pattern", "not", "allOf", "minLength")
+
+
+def test_an_analysis_out_of_time_names_what_it_worked_on():
+    with pytest.raises(LimitExceeded, match="more than 1e-09 s") as caught:
+        lower_spec(Spec.json_schema(PILE), Options(limits=Limits(seconds=1e-9)))
+    assert (caught.value.keyword, bool(caught.value.way_out)) == ("properties", True)
+
+
+def test_errors_with_a_place_survive_the_way_from_the_worker():
+    for error in (
+        LimitExceeded("too much", "/a", "oneOf", "less"),
+        UnsatisfiableSchema("nothing", "/b", "type", "more"),
+    ):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy)) == (type(error), str(error))
+        assert (copy.pointer, copy.keyword, copy.way_out) == (error.pointer, error.keyword, error.way_out)

@@ -33,18 +33,19 @@ def fill_masks(matchers: Sequence[Matcher], rows: Sequence[int], out: Mask, thre
     if out.ndim != 2 or out.dtype != np.int32 or not out.flags.c_contiguous:
         raise ValueError(f"expected a contiguous int32 [n, words] buffer, got {out.dtype} {out.shape}")
     parallel: list[tuple[object, int]] = []
+    filled: list[tuple[Matcher, int]] = []
     for matcher, row in zip(matchers, rows, strict=True):
+        native = matcher.native
         if matcher.is_terminated:
             set_only(out[row], matcher.vocabulary.eos_ids)
-        elif isinstance(matcher.native, llguidance.LlguidanceMatcher):
-            parallel.append((matcher.native.native, row))
+        elif isinstance(native, llguidance.LlguidanceMatcher):
+            parallel.append((native.native, row))
+            filled.append((matcher, row))
         else:
             matcher.fill_mask(out[row])
     if parallel:
         pool = llguidance.executor(threads or min(32, os.cpu_count() or 1))
         pool.unsafe_compute_mask_ptr(parallel, out.ctypes.data, out.shape[1] * 4, out.shape[0])
-        for matcher, row in zip(matchers, rows, strict=True):
-            if isinstance(matcher.native, llguidance.LlguidanceMatcher):
-                matcher.native.check()
-            if matcher.guard is not None and not matcher.is_terminated:
-                matcher.restrict(out[row])
+    for matcher, row in filled:
+        matcher.native.check()
+        matcher.restrict(out[row])

@@ -29,6 +29,9 @@ class EngineMatcher(Protocol):
     def stopped(self) -> bool:
         """Whether nothing but the end of the sequence may follow."""
 
+    def check(self) -> None:
+        """Raise MatcherError once the library has given up."""
+
     def clone(self) -> EngineMatcher: ...
 
 

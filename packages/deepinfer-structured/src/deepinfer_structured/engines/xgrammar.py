@@ -70,6 +70,9 @@ class XgrammarMatcher:
     def stopped(self) -> bool:
         return bool(self.native.is_terminated())
 
+    def check(self) -> None:
+        """This library raises at once."""
+
     def clone(self) -> XgrammarMatcher:
         return XgrammarMatcher(self.native.fork())
 

@@ -30,6 +30,8 @@ _TEXTUAL = (
     "multipleOf",
 )
 
+_WEAK = ("type", "required")
+
 Place = tuple[str, str]
 """JSON pointer and keyword."""
 
@@ -84,7 +86,7 @@ def of_contradiction(schema: Any, fits: Callable[[Any], bool], most: int = 64) -
     def search(inner: Any, rebuild: Callable[[Any], Any], pointer: str) -> Place | None:
         if not isinstance(inner, dict):
             return None
-        for keyword in inner:
+        for keyword in sorted(inner, key=_WEAK.__contains__):  # what asks for anything at all is blamed last
             without = {k: v for k, v in inner.items() if k != keyword}
             if next(tries, None) is None:
                 return None
