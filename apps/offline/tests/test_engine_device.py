@@ -1,0 +1,93 @@
+"""What the engine does for an accelerator, as far as a CPU can show it: buckets, copies, who runs a call and when."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from deepinfer_offline.engine.native.graphs import row_buckets
+from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.engine.native.worker import DeviceWorker
+from deepinfer_offline.ops.transfers import Download, StepClock, upload
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(st.integers(1, 4096))
+def test_buckets_hold_every_batch_and_waste_little(most: int) -> None:
+    sizes = row_buckets(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for rows in range(1, most + 1, max(1, most // 50)):
+        size = next(size for size in sizes if size >= rows)
+        assert size <= 2 * rows, f"{rows} rows run as {size}"
+        assert rows < 24 or size < 1.5 * rows + 1, f"{rows} rows run as {size}"
+
+
+@given(st.lists(st.sampled_from(["int32", "int64", "float32", "float64", "bool", "uint8"]), min_size=1, max_size=6))
+def test_uploaded_arrays_are_the_arrays(dtypes: list[str]) -> None:
+    arrays = [(np.arange(3 * n).reshape(n, 3) % 2).astype(dtype) for n, dtype in enumerate(dtypes)]
+    for array, tensor in zip(arrays, upload(arrays, "cpu"), strict=True):
+        assert tensor.dtype == torch.from_numpy(array).dtype
+        assert np.array_equal(tensor.numpy(), array)
+
+
+def test_a_strided_array_is_uploaded_in_its_own_order() -> None:
+    table = np.arange(12, dtype=np.int32).reshape(3, 4)
+    (tensor,) = upload([table[:, ::2]], "cpu")
+    assert tensor.tolist() == [[0, 2], [4, 6], [8, 10]]
+
+
+def test_downloads_and_clocks_on_a_cpu_are_immediate() -> None:
+    clock = StepClock("cpu")
+    assert [t.tolist() for t in Download([torch.tensor([3, 4])]).wait()] == [[3, 4]]
+    assert Download([]).wait() == []
+    clock.stop()
+    assert 0 <= clock.seconds() < 10
+
+
+def test_the_scratch_place_belongs_to_no_sequence() -> None:
+    buffer = TokenBuffer(2, 4, "cpu")
+    buffer.scatter(torch.tensor([buffer.scratch]), torch.tensor([9]))
+    assert buffer.data.tolist() == [[0] * 4] * 2
+    assert buffer.gather(torch.tensor([buffer.scratch])).tolist() == [9]
+    buffer.write(1, 3, [5])
+    assert buffer.flat.tolist() == [0] * 7 + [5, 9]
+
+
+def test_calls_that_only_enqueue_run_in_the_callers_thread() -> None:
+    worker = DeviceWorker()
+    assert worker.submit(threading.get_ident).result() == threading.get_ident()
+    assert worker.submit(threading.get_ident, waits=True).result() != threading.get_ident()
+    assert worker.submit(torch.is_inference_mode_enabled).result()
+    worker.close()
+    worker.close()
+
+
+def test_calls_keep_their_order_behind_one_that_waits() -> None:
+    worker, gate, seen = DeviceWorker(), threading.Event(), []
+
+    def wait() -> None:
+        assert gate.wait(10)
+        seen.append("waited")
+
+    first = worker.submit(wait, waits=True)
+    later = [worker.submit(lambda n=n: seen.append(n)) for n in range(3)]
+    assert seen == [], "a later call overtook one that waits"
+    gate.set()
+    for future in (first, *later):
+        future.result(10)
+    assert seen == ["waited", 0, 1, 2]
+    assert worker.submit(threading.get_ident).result() == threading.get_ident(), "it caught up"
+    worker.close()
+
+
+def test_what_a_call_raises_comes_with_its_result() -> None:
+    worker = DeviceWorker()
+    with pytest.raises(ZeroDivisionError):
+        worker.submit(lambda: 1 // 0).result()
+    with pytest.raises(ZeroDivisionError):
+        worker.submit(lambda: 1 // 0, waits=True).result()
+    worker.close()
