@@ -48,11 +48,10 @@ def _check(file: Path, options: Options) -> dict[str, Any]:
     try:
         spec = Spec.json_schema(file.read_text(encoding="utf-8-sig"))
         grammar = compile_spec(spec, Vocabulary.bytewise(), options)
-    except UnsupportedSchema as error:
-        place = {"pointer": error.pointer, "keyword": error.keyword, "reason": error.reason, "way_out": error.way_out}
-        return {"enforced": False, "error": "unsupported", "message": str(error), **place}
     except (StructuredError, UnicodeDecodeError) as error:
-        return {"enforced": False, "error": type(error).__name__, "message": str(error)}
+        kind = "unsupported" if isinstance(error, UnsupportedSchema) else type(error).__name__
+        named = ("pointer", "keyword", "reason", "way_out") if getattr(error, "keyword", "") else ()
+        return {"enforced": False, "error": kind, "message": str(error), **{n: getattr(error, n) for n in named}}
     return {"enforced": True, "engine": grammar.engine, "notes": list(grammar.notes)}
 
 
