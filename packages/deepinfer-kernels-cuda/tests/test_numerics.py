@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 import deepinfer_kernels_cuda as kernels  # noqa: E402
 from deepinfer_kernels_cuda.errors import ArgumentError  # noqa: E402
+from deepinfer_kernels_cuda.layouts import V4  # noqa: E402
 from deepinfer_kernels_cuda.reference import attention, experts, records  # noqa: E402
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -103,28 +104,44 @@ def test_paged_gqa(heads, kv_heads, d, splits) -> None:
     assert (out - want).abs().max() < 1e-5
 
 
-def test_bitmask_and_sampling() -> None:
+def test_sampling() -> None:
     logits = rand(5, 1000)
     logits[2, 10] = logits[2, 20] = 50.0
-    allowed = torch.rand(2, 1000) < 0.3
-    words = torch.zeros(2, 32, dtype=torch.int64)
-    for row in range(2):
-        for token in allowed[row].nonzero().flatten().tolist():
-            words[row, token // 32] |= 1 << (token % 32)
-    words = torch.where(words >= 2**31, words - 2**32, words).to(DEVICE, torch.int32)
-    masked = kernels.apply_bitmask(logits.clone(), words, torch.tensor([4, 1], device=DEVICE))
-    want = logits.clone()
-    want[4, ~allowed[0].to(DEVICE)], want[1, ~allowed[1].to(DEVICE)] = -torch.inf, -torch.inf
-    assert torch.equal(masked, want)
-    seeds = torch.arange(5, device=DEVICE)
-    greedy = kernels.sample(logits, torch.zeros(5, device=DEVICE), seeds)
+    greedy = kernels.sample(logits, torch.zeros(5, device=DEVICE), torch.zeros(5, dtype=torch.float64, device=DEVICE))
     assert torch.equal(greedy, torch.stack([(row == row.max()).nonzero()[0, 0] for row in logits]))
     assert greedy[2] == 10  # the lowest of two equal ones
-    small = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1])).repeat(300, 1).to(DEVICE)
-    drawn = kernels.sample(small, torch.ones(300, device=DEVICE), torch.arange(300, device=DEVICE))
-    share = torch.bincount(drawn, minlength=4).float().cpu() / 300
-    # Standard error of a share is at most 0.029; four of them.
-    assert (share - torch.tensor([0.5, 0.25, 0.15, 0.1])).abs().max() < 0.116
+    small = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1])).to(DEVICE)
+    # The inverse distribution function has no tolerance: 0.5, 0.75 and 0.9 are where tokens change.
+    numbers = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 0.89, 0.91, 0.999], dtype=torch.float64, device=DEVICE)
+    drawn = kernels.sample(small.repeat(8, 1), torch.ones(8, device=DEVICE), numbers)
+    assert drawn.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    two = torch.full((8,), 2, device=DEVICE)
+    drawn = kernels.sample(small.repeat(8, 1), torch.ones(8, device=DEVICE), numbers, top_k=two)
+    assert drawn.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]  # two thirds to one
+    shares = torch.full((8,), 0.6, device=DEVICE)
+    assert torch.equal(drawn, kernels.sample(small.repeat(8, 1), torch.ones(8, device=DEVICE), numbers, top_p=shares))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if not INTERPRET else [torch.float32])
+@pytest.mark.parametrize(("page", "extra"), [(4, 0), (64, 64), (1, 2)])
+def test_planar_records(dtype, page, extra) -> None:
+    rows, pages = 11, 5 if page > 1 else 40
+    buffer = torch.full((pages, V4.page_bytes(page) + extra), 0xFF, dtype=torch.uint8, device=DEVICE)
+    pool, want = buffer[:, : V4.page_bytes(page)], buffer.clone()
+    slots = torch.randperm(page * pages)[:rows].to(DEVICE)
+    slots[4] = -1
+    values = (rand(rows, 512) * torch.logspace(-3, 2, rows, device=DEVICE)[:, None]).to(dtype)
+    values[2] = 0
+    values[:, 448:] = values[:, 448:].bfloat16().to(dtype)  # Triton's interpreter cuts where the hardware rounds
+    kernels.v4_insert(pool, slots, values, page_size=page)
+    records.v4_insert(want, slots, values, page)
+    assert torch.equal(buffer, want)
+    asked = torch.cat((slots, slots.new_tensor([-1, page * pages, 2**40]))).view(2, 7)
+    got = kernels.v4_gather(pool, asked, torch.float32, page_size=page)
+    assert torch.equal(got.view(-1, 512)[:rows], records.v4_gather(want, slots, page))
+    assert (got.view(-1, 512)[[4, -3, -2, -1]] == 0).all()
+    with pytest.raises(ArgumentError, match="65 rows need 37960"):
+        kernels.v4_gather(torch.zeros(2, 37440, dtype=torch.uint8, device=DEVICE), slots, dtype, page_size=65)
 
 
 def test_shapes_are_checked() -> None:

@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 
 def test_missing_library_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "deep_ep", None)
+    find_library.cache_clear()
     library = find_library("deep_ep")
     assert library.module is None
     assert "deep_ep: ModuleNotFoundError" in library.reason

@@ -15,15 +15,36 @@ from .layouts import FP8, LAYOUT_VERSION, MXFP4, NVFP4, RecordFormat
 if TYPE_CHECKING:
     from .attention import sparse_mla_decode, sparse_mla_prefill
     from .experts import MxLinear, PackedExperts, dequantize, moe_experts, mx_linear, prepare_experts
-    from .llama import MarkovStep, apply_bitmask, markov_step, paged_gqa, sample
+    from .libraries import DeepEpParallel, flash_mla_decode, flash_mla_decode_v4, library_reason
+    from .llama import MarkovStep, markov_step, paged_gqa
     from .llama_rows import argmax, cache_slots, llama_norm, rope_insert, silu_mul
     from .mhc import HyperMix, MhcStep, mhc_collapse, mhc_post, mhc_pre, mhc_step
+    from .output import engram_gate, engram_update, grouped_output
     from .parallel import ExpertParallel
     from .providers import MeasuredChoice, find_library
-    from .router import router
-    from .rows import compress, engram_gather, kv_gather, kv_insert, norm_rope_insert, rms_norm, rope
+    from .routing import router
+    from .rows import (
+        compress,
+        engram_gather,
+        kv_gather,
+        kv_insert,
+        norm_rope_insert,
+        rms_norm,
+        rope,
+        v4_gather,
+        v4_insert,
+    )
+    from .sampling import Verification, apply_bitmask, sample, verify_drafts
     from .selection import candidate_mask, indexer_logits, topk_lowest_index
-    from .v41_step import EntryIndex, WindowIndex, clamped_swiglu, entry_index, pool_groups, rotation, selected_slots, step_inputs, window_index
+    from .v41_step import (
+        EntryIndex,
+        WindowIndex,
+        clamped_swiglu,
+        entry_index,
+        pool_groups,
+        selected_slots,
+        window_index,
+    )
     from .weights import MxWeights, mx_weights, pack_sm90
 
 _LAZY = {
@@ -39,7 +60,7 @@ _LAZY = {
     "mx_linear": "experts",
     "prepare_experts": "experts",
     "MarkovStep": "llama",
-    "apply_bitmask": "llama",
+    "apply_bitmask": "sampling",
     "markov_step": "llama",
     "paged_gqa": "llama",
     "argmax": "llama_rows",
@@ -47,7 +68,7 @@ _LAZY = {
     "llama_norm": "llama_rows",
     "rope_insert": "llama_rows",
     "silu_mul": "llama_rows",
-    "sample": "llama",
+    "sample": "sampling",
     "HyperMix": "mhc",
     "MhcStep": "mhc",
     "mhc_collapse": "mhc",
@@ -61,9 +82,20 @@ _LAZY = {
     "norm_rope_insert": "rows",
     "rms_norm": "rows",
     "rope": "rows",
+    "v4_gather": "rows",
+    "v4_insert": "rows",
+    "DeepEpParallel": "libraries",
+    "flash_mla_decode": "libraries",
+    "flash_mla_decode_v4": "libraries",
+    "library_reason": "libraries",
     "candidate_mask": "selection",
     "indexer_logits": "selection",
-    "router": "router",
+    "Verification": "sampling",
+    "verify_drafts": "sampling",
+    "engram_gate": "output",
+    "engram_update": "output",
+    "grouped_output": "output",
+    "router": "routing",
     "topk_lowest_index": "selection",
     "MxWeights": "weights",
     "rotation": "v41_step",
@@ -86,6 +118,7 @@ __all__ = [
     "NVFP4",
     "ArgumentError",
     "CapabilityRow",
+    "DeepEpParallel",
     "EntryIndex",
     "ExpertParallel",
     "HyperMix",
@@ -98,6 +131,7 @@ __all__ = [
     "PackedExperts",
     "RecordFormat",
     "UnsupportedDeviceError",
+    "Verification",
     "WindowIndex",
     "apply_bitmask",
     "argmax",
@@ -108,13 +142,19 @@ __all__ = [
     "compress",
     "dequantize",
     "device_arch",
+    "engram_gate",
     "engram_gather",
+    "engram_update",
     "entry_index",
     "find_library",
+    "flash_mla_decode",
+    "flash_mla_decode_v4",
+    "grouped_output",
     "indexer_logits",
     "is_supported",
     "kv_gather",
     "kv_insert",
+    "library_reason",
     "llama_norm",
     "markov_step",
     "mhc_collapse",
@@ -141,6 +181,9 @@ __all__ = [
     "sparse_mla_prefill",
     "step_inputs",
     "topk_lowest_index",
+    "v4_gather",
+    "v4_insert",
+    "verify_drafts",
     "window_index",
 ]
 

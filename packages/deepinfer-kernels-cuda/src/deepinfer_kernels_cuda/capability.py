@@ -11,13 +11,19 @@ import torch
 #: Compute capabilities whose kernels ran here, and those they only compile for.
 RUN_ON = {90: "H200"}
 COMPILED_FOR = {100: "compiles for sm_100, not run"}
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 
 
 @functools.lru_cache(maxsize=16)
 def _cuda_arch(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor
+
+
+@functools.lru_cache(maxsize=16)
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def device_arch(device: torch.device | str) -> int:
@@ -76,6 +82,8 @@ OPS: dict[str, OpSupport] = {
     "kv_insert": OpSupport(_PORTABLE),
     "kv_gather": OpSupport(_PORTABLE),
     "norm_rope_insert": OpSupport(_PORTABLE),
+    "v4_insert": OpSupport(_PORTABLE),
+    "v4_gather": OpSupport(_PORTABLE),
     "rope": OpSupport(_PORTABLE),
     "rms_norm": OpSupport(_PORTABLE),
     "compress": OpSupport(_PORTABLE),
@@ -96,6 +104,10 @@ OPS: dict[str, OpSupport] = {
     "argmax": OpSupport(_PORTABLE),
     "sample": OpSupport(_PORTABLE),
     "apply_bitmask": OpSupport(_PORTABLE),
+    "verify_drafts": OpSupport(_PORTABLE, ("float32", "float64")),
+    "engram_gate": OpSupport(_PORTABLE),
+    "engram_update": OpSupport(_PORTABLE),
+    "grouped_output": OpSupport(_PORTABLE),
 }
 
 

@@ -6,12 +6,14 @@ report a line and fails on the first broken limit. It says that a kernel compile
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from .aot import CompileReport, compile_kernel
+from .aot import CompileReport, compile_kernel, native_report
+from .native import compile_native, native_reason
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,31 @@ class KernelSpec:
         return report.check(min_mma=self.min_mma, max_stack=self.max_stack)
 
 
+@dataclass(frozen=True)
+class NativeSpec:
+    """One entry (`name` up to a dash) of a CUDA C++ source, compiled by NVRTC; `shared` is dynamic, bytes; else as `KernelSpec`."""
+
+    name: str
+    source: str
+    shared: int = 0
+    defines: tuple[str, ...] = ()
+    archs: tuple[int, ...] = (90,)
+    min_mma: int = 0
+    max_stack: int = 0
+    quick: bool = False
+
+    def compile(self, arch: int) -> CompileReport:
+        """Compile the source and check the limits of this entry."""
+        code = _machine_code(self.source, arch, self.defines)
+        report = native_report(code, self.name.split("-")[0], arch, self.shared)
+        return report.check(min_mma=self.min_mma, max_stack=self.max_stack)
+
+
+@functools.lru_cache(maxsize=4)
+def _machine_code(source: str, arch: int, defines: tuple[str, ...]) -> bytes:
+    return compile_native(source, arch, defines)
+
+
 _MLA = (
     "q=*bf16 q_stride_n=i32 q_stride_h=i32 window=*u8 window_idx=*i32 w_stride_page=i64 w_stride_row=i64 w_idx_stride=i32 "
     "W_KEYS=i32 w_slots=i32 extra=*u8 extra_idx=*i32 x_stride_page=i64 x_stride_row=i64 x_idx_stride=i32 X_KEYS=i32 "
@@ -64,7 +91,11 @@ _MX90 = (
 _MX = "x=*bf16 x_stride=i64 codes=*u8 scales=*u8 out=*bf16 out_stride=i64 order=*i32 offsets=*i32 N=i32 K=i32 rows=i32 top_k=i32"
 _INSERT = (
     "x=*bf16 stride=i32 weight=*bf16 eps=fp32 cos=*fp32 sin=*fp32 table_stride=i32 slots=*i64 pool=*u8 stride_page=i64 "
-    "stride_row=i64 width=i32 pairs=i32"
+    "stride_row=i64 rows=i32"
+)
+_MHC_STREAM = (
+    "streams=*bf16 output=*bf16 post=*fp32 comb=*fp32 pre=*fp32 fn=*bf16 new_streams=*bf16 out=*bf16 part=*fp32 squares=*fp32 "
+    "tokens=i32 d=i32 spans=i32 tiles=i32"
 )
 _GQA = (
     "q=*bf16 q_stride_t=i32 q_stride_h=i32 keys=*bf16 values=*bf16 k_stride_b=i64 k_stride_r=i64 k_stride_h=i64 "
@@ -91,13 +122,31 @@ def _mx90(fp4: bool, grouped: bool, swiglu: bool, bn: int, bt: int, split_k: int
 
 
 def _insert(name: str, code: int, group: int, floor: float) -> KernelSpec:
-    constants = {"NORM": True, "ROPE": True, "FORMAT": code, "PAGE": 1, "GROUP": group, "FLOOR": floor,
-                 "GROUPS": 512 // group}  # fmt: skip
+    constants = {"NORM": True, "PAIRS": 32, "FORMAT": code, "PAGE": 1, "GROUP": group, "FLOOR": floor, "WIDTH": 512, "D": 512,
+                 "ROWS": 2, "ALIGN": 16, "HARDWARE": True}  # fmt: skip
     return KernelSpec(f"norm_rope_insert_{name}", "kernels.rows:insert_kernel", _INSERT, constants, options={"num_warps": 1},
-                      divisible=("width",), max_stack=16, quick=name == "fp8")  # fmt: skip
+                      quick=name == "fp8")  # fmt: skip
 
 
-SPECS: tuple[KernelSpec, ...] = (
+def _gather(name: str, code: int, group: int) -> KernelSpec:
+    constants = {"PAGE": 1, "FORMAT": code, "GROUP": group, "WIDTH": 512, "D": 512, "ROWS": 8, "ALIGN": 16, "HARDWARE": True}
+    types = "pool=*u8 slots=*i64 count=i32 pool_slots=i32 out=*bf16 stride_page=i64 stride_row=i64"
+    return KernelSpec(f"kv_gather_{name}", "kernels.rows:gather_kernel", types, constants)
+
+
+_NATIVE: tuple[NativeSpec, ...] = (
+    NativeSpec("sparse_mla", "sparse_mla.cu", 216 * 1024, min_mma=40, max_stack=128),
+    NativeSpec("indexer_logits", "indexer.cu", min_mma=10, quick=True),
+    NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256",), quick=True),
+    NativeSpec("topk-1024", "topk.cu", 84 * 1024, ("THREADS=1024",), max_stack=192),
+    NativeSpec("experts_up", "experts.cu", 204 * 1024, min_mma=64),
+    NativeSpec("experts_down", "experts.cu", 204 * 1024, min_mma=64),
+    NativeSpec("experts_up_wide", "experts.cu", 204 * 1024, min_mma=16),
+    NativeSpec("experts_down_wide", "experts.cu", 204 * 1024, min_mma=16),
+)
+
+SPECS: tuple[KernelSpec | NativeSpec, ...] = (
+    *(() if native_reason() else _NATIVE),
     _mla90(1),
     _mla90(2),
     _mx90(True, True, True, 64, 16, quick=True),
@@ -106,7 +155,7 @@ SPECS: tuple[KernelSpec, ...] = (
     _mx90(True, True, False, 128, 64),
     _mx90(False, False, False, 64, 16, 4),
     _mx90(False, False, False, 64, 64),
-    KernelSpec("sparse_mla", "kernels.sparse_mla:sparse_mla_kernel", _MLA, {
+    KernelSpec("sparse_mla_portable", "kernels.sparse_mla:sparse_mla_kernel", _MLA, {
         "W_PAGE": 1, "X_PAGE": 1, "HAS_SINK": True, "CHANNELS": 512, "D": 512, "BH": 32, "BN": 32},
         options={"num_warps": 8, "num_stages": 1}, min_mma=1, max_stack=4096, quick=True),
     KernelSpec("sparse_mla_workspace", "kernels.sparse_mla:sparse_mla_workspace_kernel",
@@ -130,6 +179,17 @@ SPECS: tuple[KernelSpec, ...] = (
         "squares=*fp32 d=i32 norm_eps=fp32",
         {"HAS_POST": True, "HAS_COLLAPSE": True, "HAS_NORM": True, "HAS_SQUARE": True, "S": 4, "D": 4096, "REST": 1024},
         options={"num_warps": 4}, divisible=("d",), max_stack=256, quick=True),
+    KernelSpec("mhc_stream", "kernels.mhc_stream:mhc_stream_kernel", _MHC_STREAM,
+        {"HAS_POST": True, "HAS_COLLAPSE": True, "WARPS": 4}, divisible=("d",), min_mma=48,
+        max_stack=64, quick=True),
+    KernelSpec("mhc_stream_decode", "kernels.mhc_stream:mhc_stream_kernel", _MHC_STREAM,
+        {"HAS_POST": True, "HAS_COLLAPSE": True, "WARPS": 1}, options={"num_warps": 1}, divisible=("d",), min_mma=48,
+        max_stack=64),
+    KernelSpec("mhc_close", "kernels.mhc_stream:mhc_close_kernel",
+        "part=*fp32 squares=*fp32 base=*fp32 scale=*fp32 x=*bf16 weight=*bf16 pre=*fp32 post=*fp32 comb=*fp32 tokens=i32 "
+        "spans=i32 d=i32 eps=fp32 mix_eps=fp32 norm_eps=fp32 mix_blocks=i32",
+        {"HAS_NORM": True, "ITERATIONS": 20, "SPANS": 128, "D": 4096, "REST": 1024, "WARPS": 4, "TILE": 8},
+        divisible=("d",)),
     KernelSpec("mhc_project", "kernels.mhc:mhc_project_kernel",
         "streams=*bf16 fn=*bf16 mix_part=*fp32 tokens=i32 width=i32 rows=i32",
         {"ROWS": 64, "BT": 64, "BK": 64, "SPAN": 640}, options={"num_warps": 4, "num_stages": 4},
@@ -138,7 +198,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "mix_part=*fp32 squares=*fp32 base=*fp32 scale=*fp32 pre=*fp32 post=*fp32 comb=*fp32 tokens=i32 d=i32 spans=i32 "
         "iterations=i32 eps=fp32 mix_eps=fp32",
         {"S": 4, "ROWS": 64, "LOW": 32, "SPANS": 32, "BT": 2}, options={"num_warps": 1}),
-    KernelSpec("indexer_logits", "kernels.selection:indexer_logits_kernel",
+    KernelSpec("indexer_logits_portable", "kernels.selection:indexer_logits_kernel",
         "q=*bf16 q_stride_t=i32 q_stride_h=i32 weights=*bf16 w_stride=i32 pool=*u8 stride_block=i64 stride_row=i64 table=*i32 "
         "table_stride=i32 table_rows=*i32 visible=*i32 out=*fp32 out_stride=i32 heads=i32 max_entries=i32",
         {"BLOCK": 64, "CHANNELS": 128, "BH": 32, "BN": 128}, min_mma=1, max_stack=1024),
@@ -148,10 +208,12 @@ SPECS: tuple[KernelSpec, ...] = (
         options={"num_warps": 8}, quick=True),
     KernelSpec("router_logits", "kernels.router:router_logits_kernel",
         "x=*bf16 x_stride=i32 weight=*bf16 part=*fp32 tokens=i32 experts=i32 d=i32",
-        {"BT": 64, "BE": 64, "BK": 128, "SPAN": 256, "PDL": True}, options={"num_warps": 4, "num_stages": 3}, divisible=("d",), min_mma=1),
+        {"BT": 64, "BE": 32, "BK": 128, "SPAN": 512, "PDL": True}, options={"num_warps": 4, "num_stages": 3},
+        divisible=("d",), min_mma=1, max_stack=16),
     KernelSpec("router_select", "kernels.router:router_select_kernel",
         "part=*fp32 bias=*fp32 ids=*i64 gates=*fp32 tokens=i32 experts=i32 spans=i32 scale=fp32",
-        {"NORMALISE": True, "K": 6, "E": 512, "SPANS": 16, "PDL": True}, options={"num_warps": 2}),
+        {"NORMALISE": True, "K": 6, "E": 512, "W": 8, "SPANS": 16, "PDL": True}, options={"num_warps": 2},
+        divisible=("experts",)),
     _insert("fp8", 0, 32, 1e-4),
     _insert("nvfp4", 1, 16, 6 * 2.0**-9),
     _insert("mxfp4", 2, 32, 6 * 2.0**-126),
@@ -160,7 +222,47 @@ SPECS: tuple[KernelSpec, ...] = (
         "heads=i32 width=i32 pairs=i32",
         {"INVERSE": True, "COPY": False, "BH": 16, "D": 512, "P": 32}),
     KernelSpec("engram_gather", "kernels.rows:engram_gather_kernel",
-        "table=*u8 scales=*u8 rows=*i64 count=i32 out=*bf16 width=i32", {"HAS_SCALE": True, "D": 256, "BR": 8}, max_stack=16),
+        "table=*u8 scales=*u8 rows=*i64 count=i32 out=*bf16",
+        {"HAS_SCALE": True, "WIDTH": 256, "D": 256, "BR": 16, "HARDWARE": True}),
+    _gather("fp8", 0, 32),
+    _gather("nvfp4", 1, 16),
+    KernelSpec("rms_norm", "kernels.rows:rms_norm_kernel",
+        "x=*bf16 stride=i32 weight=*bf16 out=*bf16 out_stride=i32 width=i32 eps=fp32", {"D": 4096, "REST": 1024},
+        divisible=("width",)),
+    KernelSpec("v4_insert", "kernels.rows:insert_v4_kernel",
+        "x=*bf16 stride=i32 weight=*bf16 eps=fp32 cos=*fp32 sin=*fp32 table_stride=i32 slots=*i64 pool=*u8 stride_page=i64 "
+        "rows=i32", {"NORM": True, "PAIRS": 32, "PAGE": 64, "FLOOR": 1e-4, "ROWS": 2, "ALIGN": 16, "HARDWARE": True},
+        options={"num_warps": 1}),
+    KernelSpec("v4_gather", "kernels.rows:gather_v4_kernel",
+        "pool=*u8 slots=*i64 count=i32 pool_slots=i32 out=*bf16 stride_page=i64",
+        {"PAGE": 64, "ROWS": 8, "ALIGN": 16, "HARDWARE": True}),
+    KernelSpec("grouped_output", "kernels.output:grouped_output_kernel",
+        "x=*bf16 x_stride_t=i32 x_stride_h=i32 cos=*fp32 sin=*fp32 table_stride=i32 weight=*bf16 out=*bf16 tokens=i32 rank=i32",
+        {"HEADS": 8, "WIDTH": 512, "PAIRS": 32, "BT": 64, "BR": 64, "BK": 64},
+        options={"num_warps": 4, "num_stages": 7}, divisible=("rank",), min_mma=1, quick=True),
+    KernelSpec("engram_gate", "kernels.output:engram_gate_kernel",
+        "streams=*bf16 projected=*bf16 stride=i32 q_weight=*bf16 k_weight=*bf16 out=*bf16 d=i32 eps=fp32 root=fp32",
+        {"S": 4, "D": 4096, "REST": 1024}, divisible=("d",)),
+    KernelSpec("bitmask", "kernels.sampling:bitmask_kernel",
+        "logits=*fp32 stride=i32 mask_words=*i32 mask_stride=i32 rows=*i64 vocab=i32", {"WORDS": 128}),
+    KernelSpec("sample_peak", "kernels.sampling:row_peak_kernel",
+        "logits=*fp32 stride=i32 peaks=*fp32 places=*i32 vocab=i32", {"BLOCK": 4096}),
+    KernelSpec("sample_limit", "kernels.sampling:limit_kernel",
+        "weights=*fp32 temperatures=*fp32 top_k=*i64 top_p=*fp32 limits=*fp32 vocab=i32",
+        {"HAS_K": True, "HAS_P": True, "BLOCK": 4096}, options={"num_warps": 16}),
+    KernelSpec("sample_masses", "kernels.sampling:masses_kernel",
+        "logits=*fp32 stride=i32 peaks=*fp32 temperatures=*fp32 min_p=*fp32 limits=*fp32 masses=*fp64 vocab=i32 chunks=i32 "
+        "pieces=i32", {"HAS_MIN_P": True, "HAS_LIMIT": True, "C": 32, "BLOCK": 4096}),
+    KernelSpec("sample_pick", "kernels.sampling:pick_kernel",
+        "logits=*fp32 stride=i32 peaks=*fp32 places=*i32 temperatures=*fp32 min_p=*fp32 limits=*fp32 masses=*fp64 numbers=*fp64 "
+        "out=*i64 vocab=i32 chunks=i32 pieces=i32", {"HAS_MIN_P": True, "HAS_LIMIT": True, "C": 32, "P": 512}),
+    KernelSpec("verify_accept", "kernels.sampling:accept_kernel",
+        "guesses=*i64 counts=*i64 target=*fp32 t_row=i64 t_place=i64 proposal=*fp32 p_row=i64 p_place=i64 seeds=*i64 "
+        "anchors=*i64 weights=*fp64 accepted=*i64 K=i32", {"BLOCK_METHOD": True}, options={"num_warps": 1}),
+    KernelSpec("verify_emit", "kernels.sampling:emit_kernel",
+        "target=*fp32 t_row=i64 t_place=i64 proposal=*fp32 p_row=i64 p_place=i64 accepted=*i64 counts=*i64 weights=*fp64 "
+        "masses=*fp64 seeds=*i64 anchors=*i64 out=*i64 vocab=i32 pieces=i32 columns=i32 K=i32",
+        {"EVERY": False, "RESIDUAL": True, "SCALED": True, "P": 512}, quick=True),
     KernelSpec("markov", "kernels.llama:markov_kernel",
         "base=*fp32 base_stride=i32 previous=*i64 embed=*bf16 head=*bf16 out=*fp32 batch=i32 vocab=i32",
         {"RANK": 256, "R": 256, "BB": 64, "BV": 64}, min_mma=1),
@@ -186,8 +288,6 @@ SPECS: tuple[KernelSpec, ...] = (
     KernelSpec("argmax", "kernels.llama_rows:argmax_kernel",
         "logits=*fp32 stride=i32 out=*i64 flat=*i32 where=*i32 vocab=i32", {"HAS_TARGET": True, "BLOCK": 8192},
         options={"num_warps": 16}),
-    KernelSpec("sample", "kernels.llama:sample_kernel",
-        "logits=*fp32 stride=i32 temperatures=*fp32 seeds=*i64 out=*i64 vocab=i32", {"BLOCK": 4096}, options={"num_warps": 16}),
 )  # fmt: skip
 
 

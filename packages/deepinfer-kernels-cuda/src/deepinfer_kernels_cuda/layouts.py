@@ -54,8 +54,34 @@ MXFP4 = RecordFormat("mxfp4", packed=True, group=32, floor=6 * 2.0**-126, code=2
 
 FORMATS = {fmt.name: fmt for fmt in (FP8, NVFP4, MXFP4)}
 
-#: V4's planar record, readable through `gather_rows_v4`: 448 e4m3 + 64 bf16, then per page 8 scale bytes a row.
-V4_PAYLOAD_BYTES, V4_SCALE_BYTES = 576, 8
+
+@dataclass(frozen=True)
+class PlanarFormat:
+    """V4's record of 512 channels: 448 e4m3 (a scale for 64) and 64 bfloat16; a page holds all rows, then all scale rows.
+
+    Attributes:
+        payload_bytes: Of a row.
+        scale_bytes: Of a row's scales: seven E8M0 and one byte of padding.
+        channels: Of a record.
+        floor: Smallest group maximum that a scale is made for.
+    """
+
+    payload_bytes: int = 576
+    scale_bytes: int = 8
+    channels: int = 512
+    floor: float = 1e-4
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a row and its scales."""
+        return self.payload_bytes + self.scale_bytes
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of a page of so many rows, padded to a multiple of a row's payload."""
+        return -(-self.record_bytes * page_size // self.payload_bytes) * self.payload_bytes
+
+
+V4 = PlanarFormat()
 
 
 def record_format(name: str) -> RecordFormat:

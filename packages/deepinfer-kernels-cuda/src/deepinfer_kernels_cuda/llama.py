@@ -1,4 +1,4 @@
-"""Ops for Llama-class models and for the end of a step: paged attention, bitmask, sampling, Markov head."""
+"""Paged attention of Llama-class models, and the Markov head of DSpark drafts."""
 
 from __future__ import annotations
 
@@ -87,58 +87,6 @@ def paged_gqa(
             SPLITS=splits, S=1 << (splits - 1).bit_length(), num_warps=1,
             **overlap(q.device),
         )  # fmt: skip
-    return out
-
-
-def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Set logits to -inf where a 0 bit forbids the token, in place.
-
-    Args:
-        logits: [n, vocab], last dimension contiguous.
-        bitmask: int32 [m, ceil(vocab / 32)], bit i % 32 of word i // 32 for token i.
-        rows: int32 or int64 [m], the logits row of each mask; default row i for mask i.
-    """
-    from .kernels.llama import bitmask_kernel
-
-    require_dims("logits", logits, 2)
-    require_inner("logits", logits)
-    require_dtype("bitmask", bitmask, torch.int32)
-    vocab = logits.shape[1]
-    require(
-        bitmask.shape[1] * 32 >= vocab, f"bitmask has {bitmask.shape[1]} words; {vocab} tokens need {-(-vocab // 32)}"
-    )
-    rows = torch.arange(bitmask.shape[0], device=logits.device) if rows is None else rows
-    require_same_device(logits, bitmask, rows)
-    if bitmask.shape[0]:
-        bitmask_kernel[(-(-vocab // 2048), bitmask.shape[0])](
-            logits, logits.stride(0), bitmask, bitmask.stride(0), rows, vocab, BLOCK=2048, num_warps=4
-        )
-    return logits
-
-
-def sample(logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-    """Draw one token a row: greedy at temperature 0 (lowest id on ties), else softmax(logits / temperature).
-
-    The draw is Gumbel-max with counter-based noise: the same seed gives the same token on every device of a kind.
-
-    Args:
-        logits: [n, vocab].
-        temperatures: float32 [n].
-        seeds: int32 or int64 [n]; give every (request, position) its own.
-
-    Returns:
-        int64 [n].
-    """
-    from .kernels.llama import sample_kernel
-
-    require_dims("logits", logits, 2)
-    require_inner("logits", logits)
-    n, vocab = logits.shape
-    require(tuple(temperatures.shape) == (n,) == tuple(seeds.shape), f"{n} rows need {n} temperatures and seeds")
-    require_same_device(logits, temperatures, seeds)
-    out = torch.empty(n, dtype=torch.int64, device=logits.device)
-    if n:
-        sample_kernel[(n,)](logits, logits.stride(0), temperatures.float(), seeds, out, vocab, BLOCK=4096, num_warps=16)
     return out
 
 

@@ -1,12 +1,18 @@
-"""Hyper-connections: the fused step, and its parts under the names of the portable ops."""
+"""Hyper-connections: the fused step, and its parts under the names of the portable ops.
+
+Up to `_ONE_PASS_TOKENS` bfloat16 tokens of four streams take the one-pass kernel (`kernels/mhc_stream.py`); everything
+else, and Triton's interpreter, the general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_same_device
 
 
@@ -26,7 +32,17 @@ class MhcStep(NamedTuple):
     x: torch.Tensor
 
 
+_ONE_PASS_TOKENS = 1536
 _SPLIT_CACHE = WeakTensorKeyDictionary()
+
+
+def _cached(fn: torch.Tensor, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`make(fn)`, made once for each version of a tensor."""
+    made = _SPLIT_CACHE.setdefault(fn, {})
+    have = made.get(name)
+    if have is None or have[0] != fn._version:
+        have = made[name] = (fn._version, make(fn))
+    return have[1]
 
 
 def split_projection(fn: torch.Tensor) -> torch.Tensor:
@@ -34,15 +50,24 @@ def split_projection(fn: torch.Tensor) -> torch.Tensor:
 
     bfloat16 streams times it on the matrix units then differ from float32 by 2^-17 relative, below the streams' own 2^-9.
     """
-    have = _SPLIT_CACHE.get(fn)
-    if have is not None and have[0] == fn._version:
-        return have[1]
     half = max(16, 1 << (fn.shape[0] - 1).bit_length())
     split = torch.zeros(2 * half, fn.shape[1], dtype=torch.bfloat16, device=fn.device)
     split[: fn.shape[0]] = fn
     split[half : half + fn.shape[0]] = fn - split[: fn.shape[0]].float()
-    _SPLIT_CACHE[fn] = (fn._version, split)
     return split
+
+
+def chunk_projection(fn: torch.Tensor) -> torch.Tensor:
+    """The same two matrices for four streams as the one-pass kernel reads them: [4 d / 64, 3, 2, 2, 8, 32].
+
+    Rows of a chunk of 64 columns: 16 of comb high, 16 low, then of each stream pre high, pre low, post high, post low.
+    """
+    high = fn.to(torch.bfloat16)
+    low = (fn - high.float()).to(torch.bfloat16)
+    gates = torch.stack((high[:4], low[:4], high[4:8], low[4:8]), 1).flatten(0, 1)
+    rows = torch.cat((high[8:], low[8:], gates)).unflatten(1, (-1, 2, 32))  # [48, chunks, 2, 32]
+    # Within 16 rows: halves of 8 rows, halves of 32 columns, then a row's 64 bytes after the other's.
+    return rows.unflatten(0, (3, 2, 8)).permute(3, 0, 1, 4, 2, 5).contiguous()
 
 
 class _Partial(NamedTuple):
@@ -87,7 +112,7 @@ def _project(streams: torch.Tensor, fn: torch.Tensor, squares: torch.Tensor) -> 
     spans = -(-width // span)
     part = torch.empty(spans, rows, t, dtype=torch.float32, device=streams.device)
     mhc_project_kernel[(tiles, spans)](
-        streams, split_projection(fn) if split else fn, part, t, width, rows if split else fn.shape[0],
+        streams, _cached(fn, "split", split_projection) if split else fn, part, t, width, rows if split else fn.shape[0],
         ROWS=rows, BT=bt, BK=bk, SPAN=span, num_warps=4, num_stages=4 if split else 1,
     )  # fmt: skip
     return _Partial(part, squares, spans, rows, rows // 2 if split else 0)
@@ -108,6 +133,47 @@ def _finish(
         S=s, ROWS=part.rows, LOW=part.low, SPANS=1 << (part.spans - 1).bit_length(), BT=bt, num_warps=1,
     )  # fmt: skip
     return mix
+
+
+def _one_pass(streams: torch.Tensor) -> bool:
+    return (
+        streams.shape[0] <= _ONE_PASS_TOKENS
+        and streams.dtype == torch.bfloat16
+        and streams.shape[1] == 4
+        and streams.shape[2] % 64 == 0
+        and device_arch(streams.device) in (90, 100)
+    )
+
+
+def _stream(streams, fn, base, scale, *, iterations, eps, mix_eps, output=None, post=None, comb=None, pre=None,
+            weight=None, norm_eps=0.0) -> MhcStep:  # fmt: skip
+    """The one-pass kernel and its closing kernel; without `pre` the last field of the result is the streams."""
+    from .kernels.mhc_stream import mhc_close_kernel, mhc_stream_kernel
+
+    t, s, d = streams.shape
+    device = streams.device
+    new = torch.empty_like(streams) if output is not None else streams
+    x = streams.new_empty(t, d) if pre is not None else streams
+    mix = HyperMix(*(torch.empty(t, *shape, dtype=torch.float32, device=device) for shape in ((s,), (s,), (s, s))))
+    if not t:
+        return MhcStep(new, mix, x)
+    spans = d // 64
+    part = torch.empty(t, spans, 32, dtype=torch.float32, device=device)
+    squares = torch.empty(t, spans, 2, dtype=torch.float32, device=device)
+    # Few tokens: a warp a block, one tile. More: four warps share what they read of the projection, twice.
+    warps, tiles = (1, 1) if t <= 64 else (4, 2)
+    mhc_stream_kernel[(spans, -(-t // (8 * warps * tiles)))](
+        streams, output, post, comb, pre, _cached(fn, "chunks", chunk_projection), new, x, part, squares, t, d, spans, tiles,
+        HAS_POST=output is not None, HAS_COLLAPSE=pre is not None, WARPS=warps, num_warps=warps,
+    )  # fmt: skip
+    main = 1 << (d.bit_length() - 1)
+    blocks = -(-t // 8)
+    mhc_close_kernel[(blocks + (t if weight is not None else 0),)](
+        part, squares, base, scale, x, weight, *mix, t, spans, d, eps, mix_eps, norm_eps, blocks,
+        HAS_NORM=weight is not None, ITERATIONS=iterations, SPANS=max(16, 1 << (spans - 1).bit_length()), D=main,
+        REST=1 << (d - main - 1).bit_length() if d > main else 0, WARPS=4, TILE=8, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return MhcStep(new, mix, x)
 
 
 def _check(streams: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -154,6 +220,9 @@ def mhc_step(
     """
     _check(streams, fn=fn, pre=pre, output=output, post=post, comb=comb)
     require((output is None) == (post is None) == (comb is None), "output, post and comb come together")
+    if _one_pass(streams):
+        return _stream(streams, fn, base, scale, iterations=iterations, eps=eps, mix_eps=norm_eps, output=output, post=post,
+                       comb=comb, pre=pre, weight=norm_weight, norm_eps=norm_eps)  # fmt: skip
     new, x, squares = _rows_pass(streams, output=output, post=post, comb=comb, pre=pre, weight=norm_weight, eps=norm_eps,
                                  square=True)  # fmt: skip
     mix = _finish(streams, _project(new, fn, squares), base, scale, iterations, eps, norm_eps)
@@ -166,6 +235,8 @@ def mhc_pre(
 ) -> HyperMix:  # fmt: skip
     """A site's coefficients; arguments as in `mhc_step`."""
     _check(streams, fn=fn)
+    if _one_pass(streams):
+        return _stream(streams, fn, base, scale, iterations=iterations, eps=eps, mix_eps=norm_eps).mix
     part = _project(streams, fn, _rows_pass(streams, square=True)[2])
     return _finish(streams, part, base, scale, iterations, eps, norm_eps)
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
+import json
+import os
+import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +36,7 @@ class Library:
     reason: str | None
 
 
+@functools.lru_cache(maxsize=8)
 def find_library(name: str) -> Library:
     """Import `deep_gemm`, `flash_mla` or `deep_ep` from wherever it is.
 
@@ -70,13 +77,40 @@ def _microseconds(fn: Callable[[], Any], device: torch.device, repeats: int = 5)
     return min(times)
 
 
+def _versions() -> str:
+    """What a measurement holds for: versions of torch, Triton and the libraries."""
+    words = []
+    for package in ("torch", "triton", "deep-gemm", "flash-mla", "deep-ep", "vllm"):
+        try:
+            words.append(f"{package}={importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return " ".join(words)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def choices_path() -> Path:
+    """`DEEPINFER_KERNELS_CACHE`, or a file in the user's cache folder."""
+    named = os.environ.get("DEEPINFER_KERNELS_CACHE")
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return Path(named) if named else cache / "deepinfer" / "kernel_choices.json"
+
+
 class MeasuredChoice:
     """Picks the fastest of several implementations, once for each key, and remembers why.
 
     Not inside a CUDA graph capture: a key must be measured (call `choose`) before capture begins.
+
+    Args:
+        path: File that keeps choices between processes, by device, versions and key; None keeps none. A file that cannot
+            be read or written costs the memory, nothing else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
         self.chosen: dict[Hashable, str] = {}
         self.timings: dict[Hashable, dict[str, float]] = {}
         self.failures: dict[Hashable, dict[str, str]] = {}
@@ -89,6 +123,13 @@ class MeasuredChoice:
         """
         if key in self.chosen:
             return self.chosen[key]
+        entry = f"{_device_name(device)} | {_versions()} | {key!r}"
+        known = self._read().get(entry, {})
+        tried = set(known.get("timings", {})) | set(known.get("failures", {}))
+        if known.get("chosen") in candidates and tried == set(candidates):
+            self.timings[key], self.failures[key] = known["timings"], known["failures"]
+            self.chosen[key] = known["chosen"]
+            return self.chosen[key]
         timings, failures = {}, {}
         for name, fn in candidates.items():
             try:
@@ -99,4 +140,27 @@ class MeasuredChoice:
             raise ArgumentError(f"no candidate works for {key}: {failures}")
         self.timings[key], self.failures[key] = timings, failures
         self.chosen[key] = min(timings, key=timings.__getitem__)
+        self._write(entry, {"chosen": self.chosen[key], "timings": timings, "failures": failures})
         return self.chosen[key]
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return json.loads(self.path.read_text()) if self.path is not None else {}
+        except (OSError, ValueError):
+            return {}
+
+    def _write(self, entry: str, value: dict[str, Any]) -> None:
+        """Add one entry; the file is replaced whole, so that a reader never sees half of it."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
+                json.dump(self._read() | {entry: value}, file, indent=1)
+            Path(file.name).replace(self.path)
+        except OSError:
+            return
+
+
+#: Choices of this process, kept on disk.
+measured = MeasuredChoice(choices_path())

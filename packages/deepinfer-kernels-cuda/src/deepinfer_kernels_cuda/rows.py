@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
+from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
-from .layouts import pool_view, record_format
+from .layouts import V4, pool_view, record_format
 
 
 def _power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
+
+
+def _alignment(*sizes: int) -> int:
+    """The largest power of two up to 16 that divides all of them: how wide an access may be, bytes."""
+    return math.gcd(16, *sizes)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -30,8 +37,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     flat = x.reshape(-1, n)
     out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
     if flat.shape[0]:
-        warps = 1 if n <= 512 else 4 if n <= 4096 else 8
-        rms_norm_kernel[(flat.shape[0],)](flat, flat.stride(0), weight, out, n, n, eps, D=_power(n), num_warps=warps)
+        # A row is two powers of two, so that a width like 5120 leaves no lane idle.
+        main = max(16, 1 << (n.bit_length() - 1))
+        rms_norm_kernel[(flat.shape[0],)](
+            flat, flat.stride(0), weight, out, n, n, eps, D=main, REST=1 << (n - main - 1).bit_length() if n > main else 0,
+            num_warps=1 if n <= 512 else 4 if n <= 2048 else 8,
+        )  # fmt: skip
     return out.view(x.shape)
 
 
@@ -102,12 +113,15 @@ def norm_rope_insert(
     if not t:
         return
     pairs = table[0].shape[-1] if table is not None else 0
-    groups = -(-n // layout.group)
-    insert_kernel[(t,)](
-        values, values.stride(0), norm_weight, eps, *((table[0].contiguous(), table[1].contiguous()) if pairs else (None, None)),
-        pairs, slots, pool, view.stride_page, view.stride_row, n, pairs,
-        NORM=norm_weight is not None, ROPE=pairs > 0, FORMAT=layout.code, PAGE=view.page_size, GROUP=layout.group,
-        FLOOR=layout.floor, GROUPS=1 << (groups - 1).bit_length(), num_warps=1,
+    require(2 * pairs <= n, f"{pairs} pairs do not fit {n} channels")
+    tables = (table[0].contiguous(), table[1].contiguous()) if pairs else (None, None)
+    align = _alignment(pool.data_ptr(), view.stride_page, view.stride_row)
+    rows = 2 if t >= 1024 else 1
+    insert_kernel[(-(-t // rows),)](
+        values, values.stride(0), norm_weight, eps, *tables, pairs, slots, pool, view.stride_page // align,
+        view.stride_row // align, t, NORM=norm_weight is not None, PAIRS=pairs, FORMAT=layout.code, PAGE=view.page_size,
+        GROUP=layout.group, FLOOR=layout.floor, WIDTH=n, D=_power(n), ROWS=rows, ALIGN=align,
+        HARDWARE=device_arch(pool.device) != 0, num_warps=1,
     )  # fmt: skip
 
 
@@ -126,11 +140,86 @@ def kv_gather(pool: torch.Tensor, slots: torch.Tensor, fmt: str, channels: int, 
     flat = slots.reshape(-1)
     out = torch.empty(flat.shape[0], channels, dtype=dtype, device=pool.device)
     if flat.shape[0]:
-        gather_kernel[(-(-flat.shape[0] // 4),)](
-            pool, flat, flat.shape[0], view.slots, out, view.stride_page, view.stride_row,
-            PAGE=view.page_size, FORMAT=layout.code, CHANNELS=channels, D=_power(channels), ROWS=4, num_warps=4,
+        align = _alignment(pool.data_ptr(), view.stride_page, view.stride_row)
+        rows = 8 if flat.shape[0] >= 4096 else 2
+        gather_kernel[(-(-flat.shape[0] // rows),)](
+            pool, flat, flat.shape[0], view.slots, out, view.stride_page // align, view.stride_row // align,
+            PAGE=view.page_size, FORMAT=layout.code, GROUP=layout.group, WIDTH=channels, D=_power(channels), ROWS=rows,
+            ALIGN=align, HARDWARE=device_arch(pool.device) != 0, num_warps=4 if rows == 8 else 1,
         )  # fmt: skip
     return out.view(*slots.shape, channels)
+
+
+def _check_v4(pool: torch.Tensor, page_size: int) -> None:
+    require_dtype("pool", pool, torch.uint8)
+    require_dims("pool", pool, 2)
+    require_inner("pool", pool)
+    least = V4.record_bytes * page_size
+    require(
+        pool.shape[1] >= least and pool.stride(0) % 2 == 0 and pool.data_ptr() % 2 == 0,
+        f"pool pages have {pool.shape[1]} bytes, {pool.stride(0)} apart; {page_size} rows need {least}, at even addresses",
+    )
+
+
+def v4_insert(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    page_size: int,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    table: Any = None,
+) -> None:
+    """`norm_rope_insert` for V4's planar 584-byte records, in place.
+
+    Args:
+        pool: uint8 [pages, page_bytes], see `layouts.V4`; strides between pages are free.
+        slots: int32 or int64 [t], page * page_size + row; negative = write nothing. No slot occurs twice.
+        values: [t, 512], last dimension contiguous.
+        page_size: Rows of a page.
+        norm_weight: [512] of an RMS norm before everything; None skips it.
+        eps: Of that norm.
+        table: (cos, sin) float32 [t, pairs] of the positions; None skips the rotation.
+    """
+    from .kernels.rows import insert_v4_kernel
+
+    require_dims("values", values, 2)
+    require_inner("values", values)
+    t, n = values.shape
+    require(n == V4.channels, f"values have {n} channels; a V4 record has {V4.channels}")
+    require(tuple(slots.shape) == (t,), f"slots has shape {tuple(slots.shape)}; values has {t} rows")
+    _check_v4(pool, page_size)
+    require_same_device(pool, slots, values, norm_weight)
+    if not t:
+        return
+    pairs = table[0].shape[-1] if table is not None else 0
+    tables = (table[0].contiguous(), table[1].contiguous()) if pairs else (None, None)
+    align = _alignment(pool.data_ptr(), pool.stride(0))
+    rows = 2 if t >= 1024 else 1
+    insert_v4_kernel[(-(-t // rows),)](
+        values, values.stride(0), norm_weight, eps, *tables, pairs, slots, pool, pool.stride(0) // align, t,
+        NORM=norm_weight is not None, PAIRS=pairs, PAGE=page_size, FLOOR=V4.floor, ROWS=rows, ALIGN=align,
+        HARDWARE=device_arch(pool.device) != 0, num_warps=1,
+    )  # fmt: skip
+
+
+def v4_gather(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, *, page_size: int) -> torch.Tensor:
+    """Read planar records back: slots int [...] (absent rows give zeros, whatever the pool holds) to [..., 512]."""
+    from .kernels.rows import gather_v4_kernel
+
+    _check_v4(pool, page_size)
+    require_same_device(pool, slots)
+    flat = slots.reshape(-1)
+    out = torch.empty(flat.shape[0], V4.channels, dtype=dtype, device=pool.device)
+    if flat.shape[0]:
+        align = _alignment(pool.data_ptr(), pool.stride(0))
+        rows = 8 if flat.shape[0] >= 4096 else 2
+        gather_v4_kernel[(-(-flat.shape[0] // rows),)](
+            pool, flat, flat.shape[0], pool.shape[0] * page_size, out, pool.stride(0) // align, PAGE=page_size, ROWS=rows,
+            ALIGN=align, HARDWARE=device_arch(pool.device) != 0, num_warps=4 if rows == 8 else 1,
+        )  # fmt: skip
+    return out.view(*slots.shape, V4.channels)
 
 
 def compress(values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
@@ -177,7 +266,7 @@ def engram_gather(
         codes = table.view(torch.uint8) if scale is not None else table
         scales = scale.view(torch.uint8).contiguous() if scale is not None else None
         engram_gather_kernel[(-(-rows.numel() // 8),)](
-            codes, scales, rows.contiguous(), rows.numel(), out, n, HAS_SCALE=scale is not None, D=_power(n), BR=8,
-            num_warps=4,
+            codes, scales, rows.contiguous(), rows.numel(), out, HAS_SCALE=scale is not None, WIDTH=n,
+            D=max(32, _power(n)), BR=16 if rows.numel() >= 4096 else 8, HARDWARE=device_arch(table.device) != 0, num_warps=4,
         )  # fmt: skip
     return out

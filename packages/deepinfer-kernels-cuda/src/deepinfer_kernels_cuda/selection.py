@@ -1,13 +1,29 @@
-"""Indexer scores, top-k with the lowest-index rule, candidate blocks and the expert router."""
+"""Indexer scores, top-k with the lowest-index rule, candidate blocks."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from .capability import device_arch, sm_count
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .layouts import MXFP4
+from .native import NativeKernel, native_reason
+
+#: Tiles of 64 keys, blocks a multiprocessor holds.
+_INDEX_TILE, _INDEX_BLOCKS = 64, 6
+_INDEXER = NativeKernel("indexer.cu", "indexer_logits", "PqqPqPqPqPiPPqiiii", threads=128)
+#: Threads of a top-k block by row length; a thread holds 32 keys, up to 8 blocks share a row.
+_TOPK = {
+    threads: NativeKernel(
+        "topk.cu", "topk", "PqPPiPPiiiii", threads=threads, shared=84 * 1024, defines=(f"THREADS={threads}",)
+    )
+    for threads in (256, 1024)
+}
+_TOPK_KEYS, _TOPK_CLUSTER = 32, 8
+
+
+def _native(device: torch.device) -> bool:
+    return device_arch(device) == 90 and native_reason() is None
 
 
 def indexer_logits(
@@ -19,6 +35,7 @@ def indexer_logits(
     visible: torch.Tensor,
     *,
     max_entries: int,
+    kernel: str | None = None,
 ) -> torch.Tensor:
     """Score every visible compressed entry for every query over paged MXFP4 keys (V4.1 section 2.5).
 
@@ -30,12 +47,11 @@ def indexer_logits(
         rows: int [t], each query's row of the block table.
         visible: int32 [t], entries each query may see.
         max_entries: Columns of the result, at least `visible.max()`.
+        kernel: `sm90` or `portable`; default what the device supports best.
 
     Returns:
         float32 [t, max_entries], rounded like the activation dtype, -inf where not visible.
     """
-    from .kernels.selection import indexer_logits_kernel
-
     require_dims("q", q, 3)
     require_inner("q", q)
     require_dims("pool", pool, 3)
@@ -50,16 +66,49 @@ def indexer_logits(
     require_same_device(q, weights, pool, block_table, rows, visible)
     out = torch.empty(t, max_entries, dtype=torch.float32, device=q.device)
     if t and max_entries:
-        bn = 128 if q.dtype == torch.bfloat16 else 32
-        indexer_logits_kernel[(-(-max_entries // bn), t)](
-            q, q.stride(0), q.stride(1), weights, weights.stride(0), pool, pool.stride(0), pool.stride(1),
-            block_table, block_table.stride(0), rows, visible, out, out.stride(0), heads, max_entries,
-            BLOCK=pool.shape[1], CHANNELS=n, BH=max(16, 1 << (heads - 1).bit_length()), BN=bn, num_warps=4,
-        )  # fmt: skip
+        kernel = kernel or ("sm90" if _fits_indexer(q, weights, pool) else "portable")
+        launch = _indexer_sm90 if kernel == "sm90" else _indexer_portable
+        launch(q, weights, pool, block_table, rows, visible, out)
     return out
 
 
-def topk_lowest_index(scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None) -> torch.Tensor:
+def _fits_indexer(q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor) -> bool:
+    """Whether the Hopper kernel serves these tensors: whole pages or quarters of a tile are copied in 16-byte units."""
+    size = pool.shape[1]
+    pages = size >= 4 and size & (size - 1) == 0
+    aligned = pool.data_ptr() % 16 == 0 and pool.stride(0) % 16 == 0 and pool.stride(1) == pool.shape[2] and pool.stride(2) == 1
+    return _native(q.device) and q.dtype == weights.dtype == torch.bfloat16 and q.shape[1] <= 32 and q.shape[2] == 128 and pages and aligned
+
+
+def _indexer_sm90(q, weights, pool, block_table, rows, visible, out) -> None:
+    t, heads, _ = q.shape
+    tiles = -(-out.shape[1] // _INDEX_TILE)
+    blocks = max(1, min(tiles, sm_count(q.device) * _INDEX_BLOCKS // t))
+    each = -(-tiles // blocks)
+    rows, visible = rows.contiguous(), visible.to(torch.int32).contiguous()
+    _INDEXER(
+        (-(-tiles // each), t, 1),
+        q.data_ptr(), q.stride(0), q.stride(1), weights.data_ptr(), weights.stride(0), pool.data_ptr(), pool.stride(0),
+        block_table.data_ptr(), block_table.stride(0), rows.data_ptr(), int(rows.dtype == torch.int64), visible.data_ptr(),
+        out.data_ptr(), out.stride(0), heads, out.shape[1], pool.shape[1].bit_length() - 1, each, device=q.device,
+    )  # fmt: skip
+
+
+def _indexer_portable(q, weights, pool, block_table, rows, visible, out) -> None:
+    from .kernels.selection import indexer_logits_kernel
+
+    t, heads, n = q.shape
+    bn = 128 if q.dtype == torch.bfloat16 else 32
+    indexer_logits_kernel[(-(-out.shape[1] // bn), t)](
+        q, q.stride(0), q.stride(1), weights, weights.stride(0), pool, pool.stride(0), pool.stride(1),
+        block_table, block_table.stride(0), rows, visible, out, out.stride(0), heads, out.shape[1],
+        BLOCK=pool.shape[1], CHANNELS=n, BH=max(16, 1 << (heads - 1).bit_length()), BN=bn, num_warps=4,
+    )  # fmt: skip
+
+
+def topk_lowest_index(
+    scores: torch.Tensor, k: int, lengths: torch.Tensor | None = None, *, kernel: str | None = None
+) -> torch.Tensor:
     """Indices of the k highest entries of each row; of equal scores the lowest index wins, -inf is never selected.
 
     Chunks of a row are reduced to their own exact top k, then the survivors, until one chunk is left.
@@ -68,12 +117,11 @@ def topk_lowest_index(scores: torch.Tensor, k: int, lengths: torch.Tensor | None
         scores: [t, n] float32 or bfloat16, last dimension contiguous, no NaN in the entries that count; n < 2^31.
         k: Columns of the result, up to 4096.
         lengths: int32 [t], entries of a row that count; None = n.
+        kernel: `sm90` or `portable`; default what the device supports best.
 
     Returns:
         int32 [t, k], ascending, -1 where a row has fewer than k.
     """
-    from .kernels.selection import topk_chunk_kernel
-
     require_dims("scores", scores, 2)
     require_inner("scores", scores)
     require(1 <= k <= 4096, f"k is {k}; allowed: 1..4096")
@@ -81,6 +129,46 @@ def topk_lowest_index(scores: torch.Tensor, k: int, lengths: torch.Tensor | None
     t, n = scores.shape
     if not t:
         return torch.empty(t, k, dtype=torch.int32, device=scores.device)
+    kernel = kernel or ("sm90" if _native(scores.device) and scores.dtype in (torch.float32, torch.bfloat16) else "portable")
+    return _topk_sm90(scores, k, lengths) if kernel == "sm90" else _topk_portable(scores, k, lengths)
+
+
+def _topk_sm90(scores: torch.Tensor, k: int, lengths: torch.Tensor | None) -> torch.Tensor:
+    t, n = scores.shape
+    values, source, stride = scores, None, scores.stride(0)
+    lengths = lengths.to(torch.int32).contiguous() if lengths is not None else None
+    while True:
+        threads = 256 if n <= 256 * _TOPK_KEYS else 1024
+        size = 1 if threads == 256 else _cluster_size(t, n, sm_count(scores.device))
+        columns = min(_TOPK_KEYS * threads, max(1, -(-n // (size * 4 * threads))) * 4 * threads)
+        chunks = max(1, -(-n // (size * columns)))
+        index = torch.empty(t, chunks * k, dtype=torch.int32, device=scores.device)
+        kept = torch.empty(t, chunks * k, dtype=torch.float32, device=scores.device) if chunks > 1 else None
+        unit = values.element_size() * 4
+        wide = values.data_ptr() % unit == 0 and stride % 4 == 0
+        _TOPK[threads](
+            (chunks * size, t, 1),
+            values.data_ptr(), stride, source.data_ptr() if source is not None else 0,
+            lengths.data_ptr() if lengths is not None else 0, n, kept.data_ptr() if kept is not None else 0, index.data_ptr(),
+            chunks, k, columns, int(values.dtype == torch.bfloat16), int(wide), device=scores.device, cluster=size,
+        )  # fmt: skip
+        if kept is None:
+            return index
+        values, source, lengths, stride, n = kept, index, None, chunks * k, chunks * k
+
+
+def _cluster_size(rows: int, columns: int, sms: int) -> int:
+    """Blocks that share a row: enough to hold it, more where multiprocessors would idle."""
+    size = 1
+    while size < _TOPK_CLUSTER and (size * _TOPK_KEYS * 1024 < columns or (rows * size * 2 <= sms and columns > size * 8192)):
+        size *= 2
+    return size
+
+
+def _topk_portable(scores: torch.Tensor, k: int, lengths: torch.Tensor | None) -> torch.Tensor:
+    from .kernels.selection import topk_chunk_kernel
+
+    t, n = scores.shape
     values, source, stride = scores, None, scores.stride(0)
     block = max(4096, 4 << (k - 1).bit_length())
     while True:
@@ -129,50 +217,3 @@ def candidate_mask(scores: torch.Tensor, visible: torch.Tensor, *, blocks: int, 
             scores, scores.stride(0), chosen, mask, s, blocks, SIZE=block_size, BLOCK=128, num_warps=4
         )
     return mask.view(torch.bool)
-
-
-def router(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, k: int, normalise: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select k experts by sqrt(softplus(x . w)) + bias; ties go to the lowest expert (V4.1 section 2.6).
-
-    Args:
-        x: [t, d], last dimension contiguous.
-        weight: [experts, d] in x's dtype, contiguous; at most 2048 experts.
-        bias: float32 [experts], of the selection only.
-        k: Experts of a token.
-        normalise: Divide the weights by their sum.
-        scale: `routed_scaling_factor`.
-
-    Returns:
-        ids int64 [t, k], ascending, and weights float32 [t, k].
-    """
-    from .kernels.selection import router_logits_kernel, router_select_kernel
-
-    require_dims("x", x, 2)
-    require_inner("x", x)
-    t, d = x.shape
-    experts = weight.shape[0]
-    require(weight.shape[1] == d and weight.is_contiguous(), f"weight {tuple(weight.shape)} does not fit x [{t}, {d}]")
-    require_dtype("weight", weight, x.dtype)
-    require(1 <= k <= experts <= 2048, f"k {k} of {experts} experts; allowed: k <= experts <= 2048")
-    require_same_device(x, weight, bias)
-    ids = torch.empty(t, k, dtype=torch.int64, device=x.device)
-    gates = torch.empty(t, k, dtype=torch.float32, device=x.device)
-    if not t:
-        return ids, gates
-    wide = x.dtype == torch.float32
-    bt, be, bk = (16, 64, 32) if wide else (16, 128, 128) if t <= 256 else (64, 128, 64)
-    tiles = -(-t // bt) * -(-experts // be)
-    spans = max(1, min(-(-d // (4 * bk)), round(264 / tiles)))
-    span = math.ceil(math.ceil(d / spans) / bk) * bk
-    spans = -(-d // span)
-    part = torch.empty(spans, t, experts, dtype=torch.float32, device=x.device)
-    router_logits_kernel[(-(-t // bt), -(-experts // be), spans)](
-        x, x.stride(0), weight, part, t, experts, d, BT=bt, BE=be, BK=bk, SPAN=span, num_warps=4, num_stages=3
-    )
-    router_select_kernel[(t,)](
-        part, bias.float(), ids, gates, t, experts, spans, scale, NORMALISE=normalise, K=k,
-        E=max(16, 1 << (experts - 1).bit_length()), num_warps=1,
-    )  # fmt: skip
-    return ids, gates

@@ -1,6 +1,6 @@
 # The kernel language is no Python that a type checker knows.
 # pyrefly: ignore-errors
-"""Paged grouped-query attention, vocabulary bitmask, sampling, the Markov step."""
+"""Paged grouped-query attention, the Markov step."""
 
 from __future__ import annotations
 
@@ -92,42 +92,6 @@ def merge_splits_kernel(partial, lse, out, out_stride_t, out_stride_h, heads, WI
     result = tl.sum(part * weight[:, None], 0)
     target = out + (item // heads) * out_stride_t + (item % heads) * out_stride_h + channel
     tl.store(target, result.to(out.dtype.element_ty), mask=channel < WIDTH)
-
-
-@triton.jit
-def bitmask_kernel(logits, stride, mask_words, mask_stride, rows, vocab, BLOCK: tl.constexpr):
-    """logits[row] = -inf where the row's int32 bitmask has a 0 bit."""
-    item = tl.program_id(1)
-    row = tl.load(rows + item).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < vocab
-    word = tl.load(mask_words + item.to(tl.int64) * mask_stride + column // 32, mask=inside, other=-1)
-    banned = ((word >> (column % 32)) & 1) == 0
-    tl.store(
-        logits + row * stride + column, tl.full([BLOCK], float("-inf"), logits.dtype.element_ty), mask=inside & banned
-    )
-
-
-@triton.jit
-def sample_kernel(logits, stride, temperatures, seeds, out, vocab, BLOCK: tl.constexpr):
-    """One program a row: argmax of logits (temperature 0) or of logits / temperature + Gumbel noise; lowest id on ties."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + row)
-    seed = tl.load(seeds + row)
-    best = float("-inf")
-    where = 0
-    for begin in range(0, vocab, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        value = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-        if temperature > 0.0:
-            uniform = tl.rand(seed, column)
-            noise = -tl.log(-tl.log(tl.minimum(tl.maximum(uniform, 1e-10), 0.99999994)))
-            value = tl.where(value == float("-inf"), value, value / temperature + noise)
-        top = tl.max(value, 0)
-        if top > best:
-            where = tl.min(tl.where(value == top, column, vocab), 0)
-            best = top
-    tl.store(out + row, where.to(tl.int64))
 
 
 @triton.jit

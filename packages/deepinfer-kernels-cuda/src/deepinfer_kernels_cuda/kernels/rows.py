@@ -1,6 +1,6 @@
 # The kernel language is no Python that a type checker knows.
 # pyrefly: ignore-errors
-"""One program a row: norm, rotary embedding, quantised insertion, gathers."""
+"""Rows in 16-byte pieces: norm, rotary embedding, quantised insertion, gathers, pooling."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ import triton.language as tl
 from .decode_formats import (
     FP8,
     NVFP4,
-    e2m1_code,
     e4m3_code,
     e4m3_value,
     e8m0_value,
-    load_record,
     pow2_ceil_exponent,
 )
 
 
 @triton.jit
-def rms_norm_kernel(x, stride, weight, out, out_stride, width, eps, D: tl.constexpr):
-    """weight * x / sqrt(mean(x^2) + eps), float32 inside, rounded once."""
+def rms_norm_kernel(x, stride, weight, out, out_stride, width, eps, D: tl.constexpr, REST: tl.constexpr):
+    """weight * x / sqrt(mean(x^2) + eps), float32 inside, rounded once; a row is D + REST channels."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, D)
-    value = tl.load(x + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
-    scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + column, (value * inverse * scale).to(out.dtype.element_ty), mask=column < width)
+    first = tl.arange(0, D)
+    a = tl.load(x + row * stride + first, mask=first < width, other=0.0).to(tl.float32)
+    square = tl.sum(a * a, 0)
+    if REST > 0:
+        second = D + tl.arange(0, REST)
+        b = tl.load(x + row * stride + second, mask=second < width, other=0.0).to(tl.float32)
+        square += tl.sum(b * b, 0)
+    inverse = 1.0 / tl.sqrt(square / width + eps)
+    scale = tl.load(weight + first, mask=first < width, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + first, (a * inverse * scale).to(out.dtype.element_ty), mask=first < width)
+    if REST > 0:
+        scale = tl.load(weight + second, mask=second < width, other=0.0).to(tl.float32)
+        tl.store(out + row * out_stride + second, (b * inverse * scale).to(out.dtype.element_ty), mask=second < width)
 
 
 @triton.jit
@@ -59,74 +65,171 @@ def rope_kernel(x, stride_t, stride_h, out, out_stride_t, out_stride_h, cos, sin
 
 
 @triton.jit
-def insert_kernel(
-    x, stride, weight, eps, cos, sin, table_stride, slots, pool, stride_page, stride_row, width, pairs,
-    NORM: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-    FLOOR: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Norm (optional), rotate (optional), quantise and write one record; a negative slot writes nothing.
+def _fp8_code(value, HARDWARE: tl.constexpr):
+    """e4m3 byte, to nearest even, saturating; both ways give the same bits."""
+    if HARDWARE:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return e4m3_code(value).to(tl.uint8)
 
-    Even and odd channels are two [GROUPS, GROUP / 2] tiles: a rotary pair and a byte of two codes are then lanes alike.
+
+@triton.jit
+def _fp4_code(value):
+    """Nearest e2m1 code (int32), ties to the even code, magnitudes over 6 saturate."""
+    size = tl.minimum(tl.abs(value), 6.0)
+    bits = size.to(tl.int32, bitcast=True)
+    # From 1 on: keep one bit of the mantissa, to even. Below: adding 1.5 * 2^22 rounds to halves, to even.
+    normal = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    halves = (size + 6291456.0).to(tl.int32, bitcast=True) & 3
+    return tl.where(size < 1.0, halves, normal) | ((value.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _normed(x, weight, eps, WIDTH: tl.constexpr, D: tl.constexpr):
+    """RMS norm of loaded rows, rounded to their dtype."""
+    column = tl.arange(0, D)
+    wide = x.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    return (wide * inverse[:, None] * scale[None, :]).to(x.dtype)
+
+
+@triton.jit
+def _rotated(x, cos, sin, at, table_stride, here, ROWS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+             PAIRS: tl.constexpr):  # fmt: skip
+    """Even and odd channels of rows [ROWS, D], the last PAIRS pairs before WIDTH rotated and rounded to the rows' dtype."""
+    a, b = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if PAIRS > 0:
+        pair = tl.arange(0, D // 2) - (WIDTH // 2 - PAIRS)
+        turned = here[:, None] & ((pair >= 0) & (pair < PAIRS))[None, :]
+        # Channels that are not rotated keep their bits: times 1, plus 0.
+        c = tl.load(cos + at[:, None] * table_stride + pair[None, :], mask=turned, other=1.0)
+        s = tl.load(sin + at[:, None] * table_stride + pair[None, :], mask=turned, other=0.0)
+        real = (a * c - b * s).to(x.dtype).to(tl.float32)
+        b = (a * s + b * c).to(x.dtype).to(tl.float32)
+        a = real
+    return a, b
+
+
+@triton.jit
+def _greater(a, b):
+    """The larger one, or NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _group_scales(a, b, ROWS: tl.constexpr, D: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+                  FLOOR: tl.constexpr):  # fmt: skip
+    """Of each group of channels: the scale's byte (NaN where a value is one) and its value [ROWS, D // GROUP]."""
+    largest = tl.reshape(_greater(tl.abs(a), tl.abs(b)), [ROWS, D // GROUP, GROUP // 2])
+    amax = tl.maximum(tl.reduce(largest, 2, _greater), FLOOR, propagate_nan=tl.PropagateNan.ALL)
+    if FORMAT == NVFP4:
+        code = e4m3_code(tl.minimum(amax / 6.0, 448.0, propagate_nan=tl.PropagateNan.ALL))
+        return code.to(tl.uint8), e4m3_value(code)
+    peak: tl.constexpr = 448.0 if FORMAT == FP8 else 6.0
+    exponent = pow2_ceil_exponent(amax * (1.0 / peak))
+    return exponent.to(tl.uint8), e8m0_value(exponent)
+
+
+@triton.jit
+def _over(value, scale, ROWS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr):
+    """value / scale of its group. EXACT: the scale is a power of two, and so is its inverse."""
+    grouped = tl.reshape(value, [ROWS, D // GROUP, GROUP // 2])
+    if EXACT:
+        bits = scale.to(tl.int32, bitcast=True)
+        inverse = e8m0_value(254 - ((bits >> 23) & 255))
+        return tl.reshape(grouped * inverse[:, :, None], [ROWS, D // 2])
+    # One correction makes the product with the inverse the rounded quotient; an infinite value has no remainder.
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, :, None]
+    quotient = grouped * inverse
+    rest = tl.fma(-quotient, tl.broadcast_to(scale[:, :, None], quotient.shape), grouped)
+    better = tl.fma(rest, tl.broadcast_to(inverse, rest.shape), quotient)
+    return tl.reshape(tl.where(rest == rest, better, quotient), [ROWS, D // 2])
+
+
+@triton.jit
+def insert_kernel(
+    x, stride, weight, eps, cos, sin, table_stride, slots, pool, stride_page, stride_row, rows,
+    NORM: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    FLOOR: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Norm (optional), rotate (optional), quantise and write ROWS records; a negative slot writes nothing.
+
+    stride_page and stride_row are in units of ALIGN bytes, so that the compiler sees how wide a store may be.
     """
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot >= 0:
-        group = tl.arange(0, GROUPS)
-        even = group[:, None] * GROUP + 2 * tl.arange(0, GROUP // 2)[None, :]
-        mask = even < width
-        dtype = x.dtype.element_ty
-        a = tl.load(x + row * stride + even, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(x + row * stride + even + 1, mask=mask, other=0.0).to(tl.float32)
-        if NORM:
-            inverse = 1.0 / tl.sqrt((tl.sum(a * a) + tl.sum(b * b)) / width + eps)
-            a = (a * inverse * tl.load(weight + even, mask=mask, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-            b = (b * inverse * tl.load(weight + even + 1, mask=mask, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-        if ROPE:
-            pair = (even - (width - 2 * pairs)) // 2
-            rotated = mask & (even >= width - 2 * pairs)
-            c = tl.load(cos + row * table_stride + pair, mask=rotated, other=1.0)
-            s = tl.load(sin + row * table_stride + pair, mask=rotated, other=0.0)
-            # Channels that are not rotated keep their bits: times 1, plus 0.
-            real = a * c - b * s
-            b = (a * s + b * c).to(dtype).to(tl.float32)
-            a = real.to(dtype).to(tl.float32)
-        amax = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)
-        nan = tl.sum(((a != a) | (b != b)).to(tl.int32), 1) > 0
-        amax = tl.maximum(amax, FLOOR)
-        base = pool + (slot // PAGE) * stride_page + (slot % PAGE) * stride_row
-        g_mask = group * GROUP < width
-        if FORMAT == NVFP4:
-            scale_code = e4m3_code(tl.minimum(amax / 6.0, 448.0))
-            scale = e4m3_value(scale_code)
-            scale_code = tl.where(nan, 0x7F, scale_code)
-        else:
-            peak: tl.constexpr = 448.0 if FORMAT == FP8 else 6.0
-            exponent = pow2_ceil_exponent(amax * (1.0 / peak))
-            scale = e8m0_value(exponent)
-            scale_code = tl.where(nan, 255, exponent)
-        a = tl.div_rn(a, tl.broadcast_to(scale[:, None], a.shape))
-        b = tl.div_rn(b, tl.broadcast_to(scale[:, None], b.shape))
-        if FORMAT == FP8:
-            tl.store(base + even, e4m3_code(a).to(tl.uint8), mask=mask)
-            tl.store(base + even + 1, e4m3_code(b).to(tl.uint8), mask=mask)
-            tl.store(base + width + group, scale_code.to(tl.uint8), mask=g_mask)
-        else:
-            tl.store(base + even // 2, (e2m1_code(a) | (e2m1_code(b) << 4)).to(tl.uint8), mask=mask)
-            tl.store(base + width // 2 + group, scale_code.to(tl.uint8), mask=g_mask)
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = at < rows
+    slot = tl.load(slots + at, mask=here, other=-1).to(tl.int64)
+    column = tl.arange(0, D)
+    value = tl.load(x + at[:, None] * stride + column[None, :], mask=here[:, None] & (column < WIDTH)[None, :], other=0.0)
+    if NORM:
+        value = _normed(value, weight, eps, WIDTH, D)
+    a, b = _rotated(value, cos, sin, at, table_stride, here, ROWS, WIDTH, D, PAIRS)
+    scale_code, scale = _group_scales(a, b, ROWS, D, FORMAT, GROUP, FLOOR)
+    EXACT: tl.constexpr = FORMAT != NVFP4
+    a = _over(a, scale, ROWS, D, GROUP, EXACT)
+    b = _over(b, scale, ROWS, D, GROUP, EXACT)
+    base = pool + ((slot // PAGE) * stride_page + (slot % PAGE) * stride_row) * ALIGN
+    valid = (slot >= 0)[:, None]
+    group = tl.arange(0, D // GROUP)
+    g_mask = valid & (group * GROUP < WIDTH)[None, :]
+    if FORMAT == FP8:
+        code = tl.reshape(tl.join(_fp8_code(a, HARDWARE), _fp8_code(b, HARDWARE)), [ROWS, D])
+        tl.store(base[:, None] + column[None, :], code, mask=valid & (column < WIDTH)[None, :])
+        tl.store(base[:, None] + WIDTH + group[None, :], scale_code, mask=g_mask)
+    else:
+        pair = tl.arange(0, D // 2)
+        code = (_fp4_code(a) | (_fp4_code(b) << 4)).to(tl.uint8)
+        tl.store(base[:, None] + pair[None, :], code, mask=valid & (pair < WIDTH // 2)[None, :])
+        tl.store(base[:, None] + WIDTH // 2 + group[None, :], scale_code, mask=g_mask)
+
+
+@triton.jit
+def _fp8_value(code, HARDWARE: tl.constexpr):
+    """float32 of e4m3 bytes."""
+    if HARDWARE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return e4m3_value(code)
+
+
+@triton.jit
+def _fp4_value(code):
+    """float32 of e2m1 codes 0..15: their bits as a float32's lowest exponents, scaled up; subnormals included."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def _scaled(value, scale, ROWS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr):
+    return tl.reshape(tl.reshape(value, [ROWS, D // GROUP, GROUP]) * scale[:, :, None], [ROWS, D])
 
 
 @triton.jit
 def gather_kernel(pool, slots, count, pool_slots, out, stride_page, stride_row, PAGE: tl.constexpr,
-                  FORMAT: tl.constexpr, CHANNELS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Decode records at slots; absent rows become zeros."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+                  FORMAT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+                  ALIGN: tl.constexpr, HARDWARE: tl.constexpr):  # fmt: skip
+    """Decode ROWS records at slots; absent rows become zeros. Strides in units of ALIGN bytes."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < count, other=-1).to(tl.int64)
-    valid = (slot >= 0) & (slot < pool_slots)
-    base = (slot // PAGE) * stride_page + (slot % PAGE) * stride_row
-    channel = tl.arange(0, D)
-    value = load_record(pool, base[:, None], valid[:, None], channel[None, :], CHANNELS, FORMAT)
-    mask = (row < count)[:, None] & (channel < CHANNELS)[None, :]
-    tl.store(out + row[:, None] * CHANNELS + channel[None, :], value.to(out.dtype.element_ty), mask=mask)
+    valid = ((slot >= 0) & (slot < pool_slots))[:, None]
+    base = (pool + ((slot // PAGE) * stride_page + (slot % PAGE) * stride_row) * ALIGN)[:, None]
+    column = tl.arange(0, D)
+    group = tl.arange(0, D // GROUP)
+    g_mask = valid & (group * GROUP < WIDTH)[None, :]
+    if FORMAT == FP8:
+        code = tl.load(base + column[None, :], mask=valid & (column < WIDTH)[None, :], other=0)
+        scale = e8m0_value(tl.load(base + WIDTH + group[None, :], mask=g_mask, other=0))
+        value = _fp8_value(code, HARDWARE)
+    else:
+        pair = tl.arange(0, D // 2)
+        byte = tl.load(base + pair[None, :], mask=valid & (pair < WIDTH // 2)[None, :], other=0).to(tl.int32)
+        value = tl.reshape(tl.join(_fp4_value(byte & 15), _fp4_value(byte >> 4)), [ROWS, D])
+        scale = tl.load(base + WIDTH // 2 + group[None, :], mask=g_mask, other=0)
+        scale = e4m3_value(scale) if FORMAT == NVFP4 else e8m0_value(scale)
+    value = tl.where(valid, _scaled(value, scale, ROWS, D, GROUP), 0.0)
+    mask = (row < count)[:, None] & (column < WIDTH)[None, :]
+    tl.store(out + row[:, None] * WIDTH + column[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -148,17 +251,71 @@ def compress_kernel(values, gates, out, width, RATIO: tl.constexpr, D: tl.conste
 
 
 @triton.jit
-def engram_gather_kernel(table, scales, rows, count, out, width, HAS_SCALE: tl.constexpr, D: tl.constexpr,
-                         BR: tl.constexpr):  # fmt: skip
+def engram_gather_kernel(table, scales, rows, count, out, HAS_SCALE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+                         BR: tl.constexpr, HARDWARE: tl.constexpr):  # fmt: skip
     """BR table rows a program: float rows, or e4m3 codes with an E8M0 scale for 32 channels."""
-    item = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
+    item = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     row = tl.load(rows + item, mask=item < count, other=0).to(tl.int64)[:, None]
     column = tl.arange(0, D)[None, :]
-    mask = (item < count)[:, None] & (column < width)
+    here = (item < count)[:, None]
+    mask = here & (column < WIDTH)
     if HAS_SCALE:
-        groups = (width + 31) // 32
-        value = e4m3_value(tl.load(table + row * width + column, mask=mask, other=0))
-        value = value * e8m0_value(tl.load(scales + row * groups + column // 32, mask=mask, other=127))
+        GROUPS: tl.constexpr = (WIDTH + 31) // 32
+        group = tl.arange(0, D // 32)[None, :]
+        code = tl.load(table + row * WIDTH + column, mask=mask, other=0)
+        scale = e8m0_value(tl.load(scales + row * GROUPS + group, mask=here & (group < GROUPS), other=127))
+        value = _scaled(_fp8_value(code, HARDWARE), scale, BR, D, 32)
     else:
-        value = tl.load(table + row * width + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + item[:, None] * width + column, value.to(out.dtype.element_ty), mask=mask)
+        value = tl.load(table + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + item[:, None] * WIDTH + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def insert_v4_kernel(
+    x, stride, weight, eps, cos, sin, table_stride, slots, pool, stride_page, rows,
+    NORM: tl.constexpr, PAIRS: tl.constexpr, PAGE: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr,
+    ALIGN: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """`insert_kernel` for V4's planar record: 448 e4m3, 64 bfloat16; after the page's rows 8 scale bytes a row, 7 used."""
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = at < rows
+    slot = tl.load(slots + at, mask=here, other=-1).to(tl.int64)
+    column = tl.arange(0, 512)
+    value = tl.load(x + at[:, None] * stride + column[None, :], mask=here[:, None], other=0.0)
+    if NORM:
+        value = _normed(value, weight, eps, 512, 512)
+    a, b = _rotated(value, cos, sin, at, table_stride, here, ROWS, 512, 512, PAIRS)
+    scale_code, scale = _group_scales(a, b, ROWS, 512, FP8, 64, FLOOR)
+    page = pool + (slot // PAGE) * stride_page * ALIGN
+    base = page + (slot % PAGE) * 576
+    valid = (slot >= 0)[:, None]
+    low, high = _over(a, scale, ROWS, 512, 64, True), _over(b, scale, ROWS, 512, 64, True)
+    code = tl.reshape(tl.join(_fp8_code(low, HARDWARE), _fp8_code(high, HARDWARE)), [ROWS, 512])
+    tl.store(base[:, None] + column[None, :], code, mask=valid & (column < 448)[None, :])
+    plain = tl.reshape(tl.join(a, b), [ROWS, 512]).to(tl.bfloat16)
+    tail = (base + 448).to(tl.pointer_type(tl.bfloat16))
+    tl.store(tail[:, None] + (column - 448)[None, :], plain, mask=valid & (column >= 448)[None, :])
+    group = tl.arange(0, 8)
+    scales = page + PAGE * 576 + (slot % PAGE) * 8
+    tl.store(scales[:, None] + group[None, :], tl.where(group[None, :] < 7, scale_code, 0).to(tl.uint8), mask=valid)
+
+
+@triton.jit
+def gather_v4_kernel(pool, slots, count, pool_slots, out, stride_page, PAGE: tl.constexpr, ROWS: tl.constexpr,
+                     ALIGN: tl.constexpr, HARDWARE: tl.constexpr):  # fmt: skip
+    """Decode ROWS planar records at slots; absent rows become zeros."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + row, mask=row < count, other=-1).to(tl.int64)
+    valid = ((slot >= 0) & (slot < pool_slots))[:, None]
+    page = pool + (slot // PAGE) * stride_page * ALIGN
+    base = page + (slot % PAGE) * 576
+    column = tl.arange(0, 512)
+    group = tl.arange(0, 8)
+    code = tl.load(base[:, None] + column[None, :], mask=valid & (column < 448)[None, :], other=0)
+    scales = page + PAGE * 576 + (slot % PAGE) * 8
+    scale = e8m0_value(tl.load(scales[:, None] + group[None, :], mask=valid & (group < 7)[None, :], other=127))
+    tail = (base + 448).to(tl.pointer_type(tl.bfloat16))
+    plain = tl.load(tail[:, None] + (column - 448)[None, :], mask=valid & (column >= 448)[None, :], other=0.0).to(tl.float32)
+    value = tl.where((column < 448)[None, :], _scaled(_fp8_value(code, HARDWARE), scale, ROWS, 512, 64), plain)
+    target = out + row[:, None] * 512 + column[None, :]
+    tl.store(target, tl.where(valid, value, 0.0).to(out.dtype.element_ty), mask=(row < count)[:, None])

@@ -1,6 +1,6 @@
 # The kernel language is no Python that a type checker knows.
 # pyrefly: ignore-errors
-"""Indexer logits, radix top-k with the lowest-index rule, candidate blocks, router."""
+"""Indexer logits, radix top-k with the lowest-index rule, candidate blocks."""
 
 from __future__ import annotations
 
@@ -140,54 +140,3 @@ def block_mask_kernel(scores, stride, chosen, out, width, K, SIZE: tl.constexpr,
     mask = (block >= 0)[:, None] & (column < width)
     value = tl.load(scores + row * stride + column, mask=mask, other=float("-inf")).to(tl.float32)
     tl.store(out + row * width + column, (value > float("-inf")).to(tl.int8), mask=mask)
-
-
-@triton.jit
-def router_logits_kernel(x, x_stride, weight, part, tokens, experts, d, BT: tl.constexpr, BE: tl.constexpr,
-                         BK: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
-    """Grid (token tiles, expert tiles, spans of d): partial float32 logits [spans, tokens, experts]."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    expert = tl.program_id(1) * BE + tl.arange(0, BE)
-    span = tl.program_id(2)
-    acc = tl.zeros([BT, BE], tl.float32)
-    for begin in range(span * SPAN, min((span + 1) * SPAN, d), BK):
-        column = begin + tl.arange(0, BK)
-        x_mask = (token < tokens)[:, None] & (column < d)[None, :]
-        w_mask = (expert < experts)[:, None] & (column < d)[None, :]
-        a = tl.load(x + token.to(tl.int64)[:, None] * x_stride + column[None, :], mask=x_mask, other=0.0)
-        b = tl.load(weight + expert.to(tl.int64)[:, None] * d + column[None, :], mask=w_mask, other=0.0)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
-    target = part + (span * tokens + token).to(tl.int64)[:, None] * experts + expert[None, :]
-    tl.store(target, acc, mask=(token < tokens)[:, None] & (expert < experts)[None, :])
-
-
-@triton.jit
-def router_select_kernel(part, bias, ids, gates, tokens, experts, spans, scale, NORMALISE: tl.constexpr, K: tl.constexpr,
-                         E: tl.constexpr):  # fmt: skip
-    """One program a token: sqrt(softplus), top K by score + bias (lowest id on ties), ids ascending, weights."""
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, E)
-    here = expert < experts
-    logit = tl.zeros([E], tl.float32)
-    for span in range(spans):
-        logit += tl.load(part + (span * tokens + token) * experts + expert, mask=here, other=0.0)
-    # softplus as torch has it: the identity above 20; log1p through its exact-ratio form, for small exponentials.
-    exponential = tl.exp(tl.minimum(logit, 20.0))
-    one_more = 1.0 + exponential
-    log1p = tl.where(one_more == 1.0, exponential, tl.log(one_more) * (exponential / (one_more - 1.0)))
-    score = tl.sqrt(tl.where(logit > 20.0, logit, log1p))
-    choice = score + tl.load(bias + expert, mask=here, other=0.0)
-    choice = tl.where(choice == choice, choice, -1e30)
-    choice = tl.where(here, choice, float("-inf"))
-    taken = tl.zeros([E], tl.int32)
-    for _ in tl.static_range(K):
-        best = tl.max(choice, 0)
-        first = tl.min(tl.where(choice == best, expert, E), 0)
-        taken = tl.where(expert == first, 1, taken)
-        choice = tl.where(expert == first, float("-inf"), choice)
-    picked = tl.where(taken > 0, score, 0.0)
-    if NORMALISE:
-        picked = picked / (tl.sum(picked, 0) + 1e-20)
-    rank = tl.cumsum(taken, 0) - 1
-    tl.store(ids + token * K + rank, expert.to(tl.int64), mask=taken > 0)
-    tl.store(gates + token * K + rank, picked * scale, mask=taken > 0)

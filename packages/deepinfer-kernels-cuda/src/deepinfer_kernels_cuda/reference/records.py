@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..layouts import FP8, MXFP4, NVFP4, record_format
+from ..layouts import FP8, MXFP4, NVFP4, V4, record_format
 from . import quant
 
 
@@ -45,3 +45,32 @@ def kv_gather(
     if keep.any():
         out[keep] = decode_records(pool[flat[keep]], fmt, channels, dtype)
     return out.reshape(*slots.shape, channels)
+
+
+def v4_insert(pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, page_size: int) -> None:
+    """Write rows [n, 512] as V4's planar records into a pool [pages, bytes]; negative slots are skipped."""
+    grouped = values[:, :448].float().unflatten(-1, (7, 64))
+    scale = torch.exp2(torch.ceil(torch.log2(grouped.abs().amax(-1).clamp_min(V4.floor) / 448)))
+    codes = (grouped / scale[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1).view(torch.uint8)
+    tail = values[:, 448:].to(torch.bfloat16).contiguous().view(torch.uint8)
+    exponents = (scale.log2().round().int() + 127).to(torch.uint8)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            page, place = pool[slot // page_size], slot % page_size
+            begin = page_size * V4.payload_bytes + place * V4.scale_bytes
+            page[place * V4.payload_bytes : (place + 1) * V4.payload_bytes] = torch.cat((codes[row], tail[row]))
+            page[begin : begin + 7], page[begin + 7] = exponents[row], 0
+
+
+def v4_gather(pool: torch.Tensor, slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Read planar records back: slots [n] to float32 [n, 512]; negative slots give zeros."""
+    out = torch.zeros(slots.shape[0], V4.channels, device=pool.device)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            page, place = pool[slot // page_size], slot % page_size
+            record = page[place * V4.payload_bytes : (place + 1) * V4.payload_bytes]
+            begin = page_size * V4.payload_bytes + place * V4.scale_bytes
+            scale = torch.exp2(page[begin : begin + 7].float() - 127)
+            out[row, :448] = (record[:448].view(torch.float8_e4m3fn).float().view(7, 64) * scale[:, None]).flatten()
+            out[row, 448:] = record[448:].clone().view(torch.bfloat16).float()
+    return out
