@@ -1,9 +1,10 @@
-"""The streaming ops at V4.1's shapes: mHC, router, indexer, top-k, inserts, norms, compressor, Engram, Markov, GQA."""
+"""The streaming ops at V4.1's shapes: mHC, router, indexer, top-k, records, norms, compressor, Engram, end of a step, GQA."""
 
 from __future__ import annotations
 
 import deepinfer_kernels_cuda as kernels
 import torch
+from deepinfer_kernels_cuda.layouts import V4
 from deepinfer_kernels_cuda.reference import records
 from gpu_bench import Recorder
 
@@ -111,41 +112,10 @@ def run_indexer(recorder: Recorder) -> None:
 
 
 def run_rows(recorder: Recorder) -> None:
-    """Norm, rope, insert, gather, compressor, Engram rows."""
-    for t in (64, 4096):
-        x = torch.randn(t, D, device="cuda").bfloat16()
-        weight = torch.randn(D, device="cuda").bfloat16()
-        recorder.record(
-            "rms_norm", f"t={t} n={D}", "portable", lambda: kernels.rms_norm(x, weight, 1e-20), nbytes=t * D * 4
-        )
-        q = torch.randn(t, 64, 512, device="cuda").bfloat16()
-        table = (torch.randn(t, 32, device="cuda"), torch.randn(t, 32, device="cuda"))
-        recorder.record(
-            "rope (in place)",
-            f"t={t} 64x512",
-            "portable",
-            lambda: kernels.rope(q, table, inplace=True),
-            nbytes=t * 64 * 64 * 2 * 2 + t * 256,
-        )
-        kv = torch.randn(t, 512, device="cuda").bfloat16()
-        kw = torch.randn(512, device="cuda").bfloat16()
-        for fmt in ("fp8", "nvfp4"):
-            pool = records.new_pool(2 * t, fmt, 512, "cuda")
-            slots = torch.randperm(2 * t, device="cuda")[:t]
-            recorder.record(
-                "norm_rope_insert",
-                f"t={t} {fmt}",
-                "portable",
-                lambda: kernels.norm_rope_insert(pool, slots, kv, fmt, norm_weight=kw, eps=1e-20, table=table),
-                nbytes=t * (1024 + pool.shape[1] + 264),
-            )
-            recorder.record(
-                "kv_gather",
-                f"t={t} {fmt}",
-                "portable",
-                lambda: kernels.kv_gather(pool, slots, fmt, 512, torch.bfloat16),
-                nbytes=t * (1024 + pool.shape[1]),
-            )
+    """Norm, rope, records, compressor, Engram rows. At 4,096 tokens a row of records is launch-bound: hence 32,768 too."""
+    for t in (64, 4096, 32768):
+        _norms(recorder, t)
+        _records(recorder, t)
         values = torch.randn(t, 2, 512, device="cuda")
         recorder.record(
             "compress",
@@ -154,8 +124,9 @@ def run_rows(recorder: Recorder) -> None:
             lambda: kernels.compress(values, values),
             nbytes=t * 512 * 4 * 3,
         )
-        table8 = torch.randn(1 << 20, 256, device="cuda").to(torch.float8_e4m3fn)
-        scale = torch.randint(120, 130, (1 << 20, 8), dtype=torch.uint8, device="cuda").view(torch.float8_e8m0fnu)
+    table8 = torch.randn(1 << 20, 256, device="cuda").to(torch.float8_e4m3fn)
+    scale = torch.randint(120, 130, (1 << 20, 8), dtype=torch.uint8, device="cuda").view(torch.float8_e8m0fnu)
+    for t in (64, 4096):
         rows = torch.randint(0, 1 << 20, (t, 24), device="cuda")
         recorder.record(
             "engram_gather",
@@ -163,6 +134,99 @@ def run_rows(recorder: Recorder) -> None:
             "portable",
             lambda: kernels.engram_gather(table8, scale, rows, torch.bfloat16),
             nbytes=t * 24 * (264 + 512),
+        )
+
+
+def _norms(recorder: Recorder, t: int) -> None:
+    """Norm and rotation, up to 16,384 tokens."""
+    t = min(t, 16384)
+    x, weight = torch.randn(t, D, device="cuda").bfloat16(), torch.randn(D, device="cuda").bfloat16()
+    recorder.record(
+        "rms_norm", f"t={t} n={D}", "portable", lambda: kernels.rms_norm(x, weight, 1e-20), nbytes=t * D * 4
+    )
+    q = torch.randn(t, 64, 512, device="cuda").bfloat16()
+    table = (torch.randn(t, 32, device="cuda"), torch.randn(t, 32, device="cuda"))
+    recorder.record(
+        "rope (in place)",
+        f"t={t} 64x512",
+        "portable",
+        lambda: kernels.rope(q, table, inplace=True),
+        nbytes=t * 64 * 64 * 2 * 2 + t * 256,
+    )
+
+
+def _records(recorder: Recorder, t: int) -> None:
+    """Records of 528, 288 and 584 bytes: norm, rotate, round and write; read back."""
+    kv, weight = torch.randn(t, 512, device="cuda").bfloat16(), torch.randn(512, device="cuda").bfloat16()
+    table = (torch.randn(t, 32, device="cuda"), torch.randn(t, 32, device="cuda"))
+    slots = torch.randperm(2 * t, device="cuda")[:t]
+    options = {"norm_weight": weight, "eps": 1e-20, "table": table}
+    for fmt in ("fp8", "nvfp4"):
+        pool = records.new_pool(2 * t, fmt, 512, "cuda")
+        size = pool.shape[1]
+        recorder.record(
+            "norm_rope_insert",
+            f"t={t} {fmt}",
+            "portable",
+            lambda: kernels.norm_rope_insert(pool, slots, kv, fmt, **options),
+            nbytes=t * (1024 + size + 264),
+        )
+        recorder.record(
+            "kv_gather",
+            f"t={t} {fmt}",
+            "portable",
+            lambda: kernels.kv_gather(pool, slots, fmt, 512, torch.bfloat16),
+            nbytes=t * (1024 + size),
+        )
+    planar = torch.zeros(2 * t // 64, V4.page_bytes(64), dtype=torch.uint8, device="cuda")
+    recorder.record(
+        "v4_insert",
+        f"t={t}",
+        "portable",
+        lambda: kernels.v4_insert(planar, slots, kv, page_size=64, **options),
+        nbytes=t * (1024 + 584 + 264),
+    )
+    recorder.record(
+        "v4_gather",
+        f"t={t}",
+        "portable",
+        lambda: kernels.v4_gather(planar, slots, torch.bfloat16, page_size=64),
+        nbytes=t * (1024 + 584),
+    )
+
+
+def run_output(recorder: Recorder) -> None:
+    """The grouped output projection with the rotation back, and Engram's gate."""
+    weight = (torch.randn(8, 1024, 4096, device="cuda") * 0.02).bfloat16()
+    for t in (8, 64, 1024):
+        attended = torch.randn(t, 64, 512, device="cuda").bfloat16()
+        table = (torch.randn(t, 32, device="cuda"), torch.randn(t, 32, device="cuda"))
+        size = {"nbytes": weight.numel() * 2 + t * (65536 + 16384), "flops": 2 * t * weight.numel()}
+        recorder.record(
+            "grouped_output", f"t={t}", "portable", lambda: kernels.grouped_output(attended, weight, table), **size
+        )
+        recorder.record(
+            "rope, then bmm",
+            f"t={t}",
+            "torch",
+            lambda: torch.bmm(
+                kernels.rope(attended, table, inverse=True, inplace=True).view(t, 8, 4096).transpose(0, 1),
+                weight.transpose(1, 2),
+            ),
+            **size,
+        )
+    q_weight, k_weight = torch.randn(4, D, device="cuda").bfloat16(), torch.randn(4, D, device="cuda").bfloat16()
+    for t in (64, 4096):
+        streams, projected = (
+            torch.randn(t, 4, D, device="cuda").bfloat16(),
+            torch.randn(t, 5 * D, device="cuda").bfloat16(),
+        )
+        recorder.record(
+            "engram_gate",
+            f"t={t}",
+            "portable",
+            lambda: kernels.engram_gate(streams, projected, q_weight, k_weight, eps=1e-20),
+            nbytes=t * D * 2 * 13,
         )
 
 
@@ -184,17 +248,42 @@ def run_vocab(recorder: Recorder) -> None:
     recorder.record(
         "apply_bitmask", "64 rows", "portable", lambda: kernels.apply_bitmask(scratch, mask), nbytes=64 * VOCAB * 2
     )
-    temperature, seeds = torch.full((64,), 0.7, device="cuda"), torch.arange(64, device="cuda")
-    recorder.record(
-        "sample", "64 rows T=0.7", "portable", lambda: kernels.sample(logits, temperature, seeds), nbytes=64 * VOCAB * 4
-    )
+    temperature = torch.full((64,), 0.7, device="cuda")
+    numbers = torch.rand(64, dtype=torch.float64, device="cuda")
+    top_k, top_p = torch.full((64,), 50, device="cuda"), torch.full((64,), 0.9, device="cuda")
+    for name, options in (("T=0.7", {}), ("top_k=50", {"top_k": top_k}), ("top_p=0.9", {"top_p": top_p})):
+        recorder.record(
+            "sample",
+            f"64 rows {name}",
+            "portable",
+            lambda: kernels.sample(logits, temperature, numbers, **options),
+            nbytes=64 * VOCAB * 4,
+        )
     recorder.record(
         "sample",
         "64 rows greedy",
         "portable",
-        lambda: kernels.sample(logits, temperature * 0, seeds),
+        lambda: kernels.sample(logits, temperature * 0, numbers),
         nbytes=64 * VOCAB * 4,
     )
+    recorder.record("argmax (torch)", "64 rows", "torch", lambda: logits.argmax(-1), nbytes=64 * VOCAB * 4)
+    _verify(recorder)
+
+
+def _verify(recorder: Recorder) -> None:
+    """16 sequences, 5 drafts each."""
+    target = torch.randn(16, 6, VOCAB, device="cuda").softmax(-1)
+    proposal = torch.randn(16, 5, VOCAB, device="cuda").softmax(-1)
+    guesses = torch.randint(0, VOCAB, (16, 5), device="cuda")
+    counts, seeds = torch.full((16,), 5, device="cuda"), torch.arange(16, device="cuda")
+    for method, read in (("coupled", 16 * 6), ("standard", 2 * 16), ("block", 2 * 16 * 5)):
+        recorder.record(
+            "verify_drafts",
+            f"16x5 {method}",
+            "portable",
+            lambda: kernels.verify_drafts(guesses, counts, target, seeds, seeds, proposal, method),
+            nbytes=read * VOCAB * 4,
+        )
 
 
 def run_gqa(recorder: Recorder) -> None:
@@ -223,7 +312,7 @@ def run_gqa(recorder: Recorder) -> None:
 
 def run(recorder: Recorder) -> None:
     """Everything."""
-    for part in (run_mhc, run_router, run_indexer, run_rows, run_vocab, run_gqa):
+    for part in (run_mhc, run_router, run_indexer, run_rows, run_output, run_vocab, run_gqa):
         part(recorder)
         torch.cuda.empty_cache()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -227,8 +227,8 @@ def _emit(target, proposal, accepted, counts, weights, seeds, anchors, every: bo
     pieces, items = -(-vocab // _PIECE), rows * columns if every else rows
     masses = torch.empty(items, pieces, dtype=torch.float64, device=target.device)
     drawn = torch.empty(items, dtype=torch.int64, device=target.device)
-    other = (proposal, proposal.stride(0), proposal.stride(1)) if proposal is not None else (None, 0, 0)
-    source: tuple[Any, ...] = (target, target.stride(0), target.stride(1), *other, accepted, counts, weights, masses)
+    q_row, q_place = (proposal.stride(0), proposal.stride(1)) if proposal is not None else (0, 0)
+    source = (target, target.stride(0), target.stride(1), proposal, q_row, q_place, accepted, counts, weights, masses)
     flags = {"EVERY": every, "RESIDUAL": proposal is not None, "SCALED": weights is not None}
     emit_masses_kernel[(-(-vocab // _BLOCK), items)](
         *source, vocab, pieces, columns, width, BLOCK=_BLOCK, num_warps=4, **flags
