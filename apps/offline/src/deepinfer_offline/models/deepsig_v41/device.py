@@ -29,6 +29,7 @@ from deepinfer_offline.ops.transfers import upload
 if TYPE_CHECKING:
     from deepinfer_offline.models.base import ForwardBatch
 
+_FUSED_ROWS = 128  # up to here one kernel rotates and projects; above, the batched product writes its result in place
 _MAX_SCORES = 1 << 28  # indexer scores held at once, float32 elements: 1 GiB
 
 
@@ -264,12 +265,17 @@ class DeviceBackbone:
 
     def _output(self, attended: Tensor, layer: _Layer, rotary: Any) -> Tensor:
         """Undo the rotation and project: [T, heads, head_dim] to [T, d]."""
+        weights = layer.source.attention
+        if attended.shape[0] <= _FUSED_ROWS:
+            return functional.linear(
+                self.kernels.grouped_output(attended, weights.wo_a, rotary, inplace=True), weights.wo_b
+            )
         straight = self.kernels.rope(attended, rotary, inverse=True, inplace=True)
         groups, width, rank = layer.wo_a.shape
         grouped = straight.view(-1, groups, width).transpose(0, 1)
         low = torch.empty(straight.shape[0], groups, rank, dtype=straight.dtype, device=straight.device)
         torch.bmm(grouped, layer.wo_a, out=low.transpose(0, 1))
-        return functional.linear(low.flatten(1), layer.source.attention.wo_b)
+        return functional.linear(low.flatten(1), weights.wo_b)
 
     def _write_entries(self, x: Tensor, rows: DeviceRows, plan: LayerPlan, layer: _Layer, cache: V41Cache) -> None:
         """Compressed KV and index keys of the entries that the rows complete."""

@@ -13,7 +13,7 @@ OP = "v41_layers"
 _NEEDED = (
     "mhc_step", "mhc_post", "mhc_collapse", "router", "moe_experts", "sparse_mla_decode", "indexer_logits",
     "topk_lowest_index", "candidate_mask", "norm_rope_insert", "kv_gather", "rope", "rms_norm", "engram_gather",
-    "rotation", "window_index", "entry_index", "selected_slots", "pool_groups", "clamped_swiglu",
+    "rotation", "window_index", "entry_index", "selected_slots", "pool_groups", "clamped_swiglu", "grouped_output",
 )  # fmt: skip
 
 
