@@ -21,17 +21,6 @@ version = getattr(_llguidance, "__version__", "") if available else ""
 # Before 1.8 a skipped expression could match again and again at one place, so its bounds meant nothing.
 bounds_whitespace = available and tuple(int(p) for p in version.split(".")[:2] if p.isdigit()) >= (1, 8)
 _tokenizers: weakref.WeakKeyDictionary[Vocabulary, Any] = weakref.WeakKeyDictionary()
-_TEXT, _LETTERS = r'[^"\\\x00-\x1F\x7F]', "[a-zA-Z]"
-# Sets of tokens whose masks are made in advance: where a text may go on with any of a set, the set is not walked through.
-# The library's own three lengths of text miss bounded texts near their end, and patterns over letters: 3 times the p99.
-_SLICES = (
-    r"[\x20\x0A\x0D\x09]+",
-    *(f"{_TEXT}{{1,{most}}}" for most in (2, 4, 6, 10, 30)),
-    f"{_TEXT}+",
-    *(f"{_LETTERS}{{1,{most}}}" for most in (2, 4, 8)),
-    f"{_LETTERS}+",
-    r"[a-zA-Z0-9_\-]+",
-)
 _LIMIT_WORDS = ("too complex", "too large", "too many", "limit", "fuel", "exceed")
 
 
@@ -85,8 +74,7 @@ def tokenizer(vocabulary: Vocabulary) -> Any:
     if made is None:
         lib = require()
         wrapper = lib.TokenizerWrapper(_Tokens(vocabulary))
-        eos = list(vocabulary.eos_ids)
-        made = lib.LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=eos, slices=list(_SLICES))
+        made = lib.LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_ids))
         _tokenizers[vocabulary] = made
     return made
 
