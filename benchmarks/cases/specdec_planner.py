@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -12,6 +13,8 @@ import numpy as np
 from deepinfer_specdec import Draft, VerificationPlanner
 from deepinfer_specdec.scheduling.budget import StepLoad, expected_tokens, live_budget, lookahead_budget
 from deepinfer_specdec.simulation.throughput import v4_flash_draft, v4_flash_verify
+
+BAR = 300.0  # microseconds, at 256 x 7
 
 
 def median_us(call: Callable[[int], object], repeats: int = 300) -> tuple[float, float]:
@@ -53,21 +56,22 @@ def measure(rows: int, width: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def main() -> None:
-    """Print the table, or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def run(argv: list[str]) -> int:
+    """Print the table, or one JSON object; 1 if a step takes more than the bar."""
+    parser = argparse.ArgumentParser(prog="specdec-planner", description=__doc__)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--width", type=int, default=7)
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     result = measure(args.rows, args.width)
     if args.json:
         print(json.dumps({name: {"median_us": m, "p90_us": p} for name, (m, p) in result.items()}))
-        return
-    print(f"{args.rows} requests x {args.width} drafts, microseconds per step")
-    for name, (median, high) in result.items():
-        print(f"  {name:32} median {median:7.1f}   p90 {high:7.1f}")
+    else:
+        print(f"{args.rows} requests x {args.width} drafts, microseconds per step")
+        for name, (median, high) in result.items():
+            print(f"  {name:32} median {median:7.1f}   p90 {high:7.1f}")
+    return 0 if max(median for median, _ in result.values()) <= BAR else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(sys.argv[1:]))

@@ -390,6 +390,17 @@ def test_what_was_won_long_ago_pays_for_no_losses(good: int, gain: float, loss: 
     assert steps <= most
 
 
+def test_a_trial_ends_by_the_clock() -> None:
+    switch = SpeculationSwitch()
+    switch.try_on()
+    assert switch.on
+    steps = 0
+    while switch.measure(0.8, 1.0):
+        steps += 1
+    assert steps <= 3
+    assert not switch.expect(1.5, 1.0), "and a failed one waits as any other does"
+
+
 def test_loads_have_their_own_switches() -> None:
     switches = LoadSwitches()
     while not switches.meet(64).expect(1.5, 1.0):

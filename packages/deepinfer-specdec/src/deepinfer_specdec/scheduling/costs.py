@@ -203,9 +203,9 @@ class StepCosts:
     def observe_host(self, rows: int, seconds: float, step_seconds: float) -> None:
         """Take in the time from one step's end to the next one's start in the synchronous loop.
 
-        A gap of more than half the step is not the loop's: the caller was away, or there was nothing to run.
+        A gap as long as the step is not the loop's: the caller was away, or there was nothing to run.
         """
-        if 0.0 < seconds < 0.5 * step_seconds:
+        if 0.0 < seconds < step_seconds:
             self._host.add(load_of(rows), seconds)
 
     def _see_plain(self, rows: int) -> None:

@@ -95,6 +95,12 @@ class SpeculationSwitch:
             self._turn(True)
         return self.on
 
+    def try_on(self) -> None:
+        """Switch on without a forecast: for drafters whose forecasts cost as much as speculation does. The clock decides."""
+        if not self.on:
+            self._promised = self.options.enter
+            self._turn(True)
+
     def measure(self, seconds_without: float, seconds_with: float) -> bool:
         """On: take in the clock of one step; returns whether speculation is still on."""
         if not seconds_with > 0.0:

@@ -40,7 +40,7 @@ def make_speculation(
     else:
         drafter = create_drafter(name)
     _LOG.info("speculation with the %s drafter: %s", name, reason)
-    return Speculation(drafter, scheduler, runner, reason)
+    return Speculation(drafter, scheduler, runner, reason, trial=name == "dspark")
 
 
 def choose_drafter(wanted: str, draft_model: Path | None, *, drafts: bool) -> tuple[str, str]:

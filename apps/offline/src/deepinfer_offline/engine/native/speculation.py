@@ -37,6 +37,7 @@ _SHARE = 0.008  # of the time, for drafts that nobody verifies
 _START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
 _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
+_TRIAL_AFTER = 6  # decode steps
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
 _PACE_RATE = 0.15  # weight of one verification in a sequence's pace
 
@@ -49,12 +50,17 @@ class Speculation:
         scheduler: takes the lengths to verify.
         runner: takes the draft ids.
         reason: why this drafter, for the report.
+        trial: try it once it is known what steps take without it. For a drafter that runs on the device: to draft without
+            verifying costs it nearly as much as to verify, so too few forecasts would be made.
     """
 
-    def __init__(self, drafter: Drafter, scheduler: Scheduler, runner: ModelRunner, reason: str = "") -> None:
+    def __init__(
+        self, drafter: Drafter, scheduler: Scheduler, runner: ModelRunner, reason: str = "", trial: bool = False
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._reason = reason
+        self._trial = trial
         self._fixed: int | None = None
         self._forced = False
         self._following = Following(drafter)
@@ -132,7 +138,10 @@ class Speculation:
             if steady:
                 self._costs.observe_ahead(decodes, max(passed, result.seconds))
             self._credit.earn(passed)
-            if self._credit.ready and self._costs.known:
+            if self._trial and steady and self._steps[False] > _TRIAL_AFTER:
+                self._trial = False
+                self._switches.meet(decodes).try_on()
+            elif self._credit.ready and self._costs.known:
                 self._probe(decodes, answers)
         if not self._forced:
             self._turn(decodes, synchronous, answers)
