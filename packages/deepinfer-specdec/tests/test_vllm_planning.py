@@ -29,7 +29,7 @@ def steady(rows, confidences, steps=40):
     return planner, steps + 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.floats(0.05, 0.99), min_size=WIDTH, max_size=WIDTH),
     st.integers(1, 5),

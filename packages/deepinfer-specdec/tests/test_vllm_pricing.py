@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from deepinfer_specdec.adapters.vllm.pricing import StepPrices
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 DRAFT = [(1, 0.5), (8, 1.0)]
@@ -67,6 +67,7 @@ def test_a_time_that_cannot_be_is_ignored(milliseconds):
     assert costs.refreshed() == (DRAFT, VERIFY)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 400), st.floats(0.1, 50.0)), min_size=1, max_size=12, unique_by=lambda p: p[0]),
     st.floats(0.25, 8.0),
