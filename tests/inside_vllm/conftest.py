@@ -70,6 +70,31 @@ def tiny_llama(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def byte_model(tiny_llama, tmp_path_factory):
+    """The tiny Llama with a tokenizer of one token a byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("byte-llama")
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((tiny_llama / name).read_bytes())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: 3 + i for i, c in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "bos_token": "<s>",
+        "pad_token": "<pad>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
 @pytest.fixture
 def start_llm(tiny_llama):
     """Start vLLM on the tiny model. One engine lives at a time: vLLM keeps its KV connector in a global."""

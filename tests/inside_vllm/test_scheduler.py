@@ -45,6 +45,28 @@ def test_prefix_order_reaches_the_bound_where_arrival_order_does_not(start_llm):
     assert planned_tokens == stock_tokens
 
 
+def test_steps_are_planned_asynchronously(start_llm):
+    """A step is planned while the one before it is under way, and the tokens are those of synchronous planning."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    synchronous = run(start_llm(scheduler_cls=SCHEDULER, async_scheduling=False))[1]
+    llm = start_llm(scheduler_cls=SCHEDULER)  # asynchronous planning is vLLM's default
+    core = llm.llm_engine.engine_core.engine_core
+    assert isinstance(core.scheduler, AsyncScheduler)
+    assert type(core.scheduler).__module__.startswith("deepinfer_sched")
+    under_way, schedule = [], core.scheduler.schedule
+
+    def watched(*arguments, **keywords):
+        under_way.append(len(core.batch_queue))
+        return schedule(*arguments, **keywords)
+
+    core.scheduler.schedule = watched
+    asynchronous = run(llm)[1]
+    assert core.async_scheduling
+    assert sum(under_way) > len(under_way) / 2  # most steps were planned with one under way
+    assert asynchronous == synchronous
+
+
 def test_an_unknown_option_is_named(start_llm):
     with pytest.raises(Exception, match="has no option 'patiens'; it knows patience"):
         start_llm(scheduler_cls=SCHEDULER, additional_config={"deepinfer_sched": {"patiens": 3}})

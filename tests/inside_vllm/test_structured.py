@@ -7,7 +7,6 @@ import jsonschema
 import pytest
 import vllm.sampling_params
 import vllm.v1.structured_output as manager_module
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
@@ -16,29 +15,6 @@ pytestmark = pytest.mark.vllm
 
 CASES = Path(__file__).resolve().parents[2] / "packages/deepinfer-structured/tests/data/schema-cases-dev.jsonl"
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def byte_model(tiny_llama, tmp_path_factory):
-    """The tiny Llama with a tokenizer of one token a byte."""
-    folder = tmp_path_factory.mktemp("byte-llama")
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_bytes((tiny_llama / name).read_bytes())
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": EOS} | {c: 3 + i for i, c in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    names = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "</s>",
-        "bos_token": "<s>",
-        "pad_token": "<pad>",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    return folder
 
 
 @pytest.fixture(scope="module")

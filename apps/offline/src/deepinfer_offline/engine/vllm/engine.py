@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from deepinfer_offline.engine.base import (
@@ -16,15 +15,9 @@ from deepinfer_offline.engine.base import (
     RequestOutput,
 )
 from deepinfer_offline.engine.options import EngineOptions
-from deepinfer_offline.engine.vllm import arguments, startup, translate
+from deepinfer_offline.engine.vllm import arguments, drivers, startup, translate
 
 SUPPORTED = "0.33."
-
-
-@dataclass(slots=True)
-class _Running:
-    request: Request
-    vllm_id: str
 
 
 def import_vllm() -> None:
@@ -46,9 +39,10 @@ def import_vllm() -> None:
 
 
 class VllmEngine:
-    """`Engine` over `vllm.v1.engine.llm_engine.LLMEngine`.
+    """`Engine` over stock vLLM.
 
     vLLM's engine core runs in a process of its own and plans asynchronously there; `step` collects what it finished.
+    With `data_parallel_size` there are several of them, and neighbours in the job's order go to the same one.
 
     Args:
         options: what the user chose. `options.model` must be a Hugging Face folder by now.
@@ -63,7 +57,7 @@ class VllmEngine:
     def __init__(self, options: EngineOptions, *, name: str, tokenizer: Any, show_log: bool = False) -> None:
         self._tokenizer = tokenizer
         self._stats = EngineStats()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Request] = {}
         failure = None
         with startup.captured_output(show=show_log) as log:
             try:
@@ -84,12 +78,12 @@ class VllmEngine:
         import vllm.platforms
         import vllm.sampling_params
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
 
         self._vllm = vllm
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(**arguments.engine_arguments(options, options.model, EngineArgs))
-        )
+        self._refusals = (ValueError, TypeError, NotImplementedError, vllm.exceptions.VLLMValidationError)
+        chosen = arguments.engine_arguments(options, options.model, EngineArgs)
+        several = chosen.get("data_parallel_size", 1) > 1
+        self._driver: drivers.Driver = drivers.ParallelDriver(chosen) if several else drivers.StepDriver(chosen)
 
     @property
     def info(self) -> EngineInfo:
@@ -118,19 +112,19 @@ class VllmEngine:
                 **keywords, output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
             )
             prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
-            vllm_id = self._engine.add_request(request.request_id, prompt, params, priority=request.priority)
-        except (ValueError, TypeError, NotImplementedError, self._vllm.exceptions.VLLMValidationError) as error:
+            self._driver.add(request.request_id, prompt, params, request.priority)
+        except self._refusals as error:
             raise RequestError(f"vLLM refuses this request: {error}") from error
-        self._running[request.request_id] = _Running(request, vllm_id)
+        self._running[request.request_id] = request
         self._stats.prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None) is not None:
-            self._engine.abort_request([request_id])
+            self._driver.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         begin = time.perf_counter()
-        finished = [self._finish(output) for output in self._engine.step() if output.finished]
+        finished = [self._finish(output) for output in self._driver.step()]
         self._stats.steps += 1
         self._stats.decode_seconds += time.perf_counter() - begin
         return [output for output in finished if output is not None]
@@ -144,13 +138,17 @@ class VllmEngine:
 
     def close(self) -> None:
         """Stop vLLM's processes and free what they hold."""
-        self._engine.engine_core.shutdown()
+        self._driver.close()
 
     def _finish(self, output: Any) -> RequestOutput | None:
-        running = self._running.pop(output.request_id, None)
-        if running is None:  # aborted meanwhile
+        request = self._running.pop(output.request_id, None)
+        if request is None:  # aborted meanwhile
             return None
-        request = running.request
+        if isinstance(output, drivers.Refused):
+            if not isinstance(output.error, self._refusals):
+                raise output.error
+            refusal = RequestError(f"vLLM refuses this request: {output.error}")
+            return RequestOutput(request.request_id, request.prompt_token_ids, [], error=refusal)
         result = translate.request_output(output, request.request_id, request.prompt_token_ids, request.params)
         self._stats.finished += 1
         self._stats.cached_tokens += result.num_cached_tokens
@@ -159,7 +157,7 @@ class VllmEngine:
         return result
 
     def _describe(self, name: str) -> EngineInfo:
-        config = self._engine.vllm_config
+        config = self._driver.config
         cache, model = config.cache_config, config.model_config
         block = cache.block_size or 0
         return EngineInfo(
