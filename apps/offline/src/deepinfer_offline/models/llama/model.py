@@ -88,8 +88,12 @@ class LlamaModel:
         return {GROUP: (*(self.ops.attention.blocks(layer) for layer in cache.layers), *cache.draft)}
 
     def capture_limit(self, longest: int) -> int | None:
-        """See `deepinfer_offline.models.base.Capturable`: one graph serves every length, if the attention can be captured."""
-        return self.options.max_model_len if getattr(self.ops.attention, "captures", False) else None
+        """See `deepinfer_offline.models.base.Capturable`: one graph serves every length, if the attention can be captured.
+
+        A draft writes its context in ways that a graph cannot repeat.
+        """
+        captures = getattr(self.ops.attention, "captures", False) and self.draft is None
+        return self.options.max_model_len if captures else None
 
     def forward(self, batch: ForwardBatch, cache: LlamaCache) -> torch.Tensor:
         prepared = self.ops.attention.prepare(batch, self.rope)
