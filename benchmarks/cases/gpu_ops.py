@@ -69,10 +69,13 @@ def run_indexer(recorder: Recorder) -> None:
         values = torch.randn(65536, 128, device="cuda")
         records.kv_insert(pool, torch.arange(begin, begin + 65536, device="cuda"), values, "mxfp4")
     paged = pool.view(pages, size, 68)
-    for t, entries in ((64, 65536), (64, 2048), (1, 1 << 20)):
+    for t, entries in ((64, 65536), (64, 2048), (8, 2048), (1, 1 << 20)):
         per = entries // size
         table = torch.stack([torch.randperm(pages, device="cuda")[:per] for _ in range(t)]).int()
-        q = torch.randn(t, 32, 128, device="cuda").bfloat16()
+        index = torch.arange(t * 32, device="cuda")
+        rounded = records.new_pool(t * 32, "mxfp4", 128, "cuda")
+        records.kv_insert(rounded, index, torch.randn(t * 32, 128, device="cuda"), "mxfp4")
+        q = kernels.kv_gather(rounded, index, "mxfp4", 128, torch.bfloat16).view(t, 32, 128)
         weights = torch.randn(t, 32, device="cuda").bfloat16()
         visible = torch.full((t,), entries, dtype=torch.int32, device="cuda")
         rows = torch.arange(t, device="cuda", dtype=torch.int32)
@@ -80,7 +83,7 @@ def run_indexer(recorder: Recorder) -> None:
         recorder.record(
             "indexer_logits",
             f"q={t} entries={entries}",
-            "portable",
+            "sm90",
             call,
             nbytes=t * entries * (68 + 4),
             flops=2 * t * entries * 32 * 128,
@@ -89,7 +92,7 @@ def run_indexer(recorder: Recorder) -> None:
         recorder.record(
             "topk_lowest_index",
             f"{t}x{entries} k=512",
-            "portable",
+            "sm90",
             lambda: kernels.topk_lowest_index(scores, 512),
             nbytes=t * entries * 4,
         )
@@ -98,7 +101,7 @@ def run_indexer(recorder: Recorder) -> None:
         recorder.record(
             "topk_lowest_index",
             "64x65536 k=512 all equal",
-            "portable",
+            "sm90",
             lambda: kernels.topk_lowest_index(zeros, 512),
             nbytes=64 * 65536 * 4,
         )
@@ -203,15 +206,23 @@ def run_output(recorder: Recorder) -> None:
         table = (torch.randn(t, 32, device="cuda"), torch.randn(t, 32, device="cuda"))
         size = {"nbytes": weight.numel() * 2 + t * (65536 + 16384), "flops": 2 * t * weight.numel()}
         recorder.record(
-            "grouped_output", f"t={t}", "portable", lambda: kernels.grouped_output(attended, weight, table), **size
+            "grouped_output",
+            f"t={t}",
+            "portable",
+            lambda: kernels.grouped_output(attended, weight, table, inplace=True),
+            **size,
         )
         recorder.record(
-            "rope, then bmm",
+            "rope, bmm, copy",
             f"t={t}",
             "torch",
-            lambda: torch.bmm(
-                kernels.rope(attended, table, inverse=True, inplace=True).view(t, 8, 4096).transpose(0, 1),
-                weight.transpose(1, 2),
+            lambda: (
+                torch.bmm(
+                    kernels.rope(attended, table, inverse=True, inplace=True).view(t, 8, 4096).transpose(0, 1),
+                    weight.transpose(1, 2),
+                )
+                .transpose(0, 1)
+                .reshape(t, 8192)
             ),
             **size,
         )

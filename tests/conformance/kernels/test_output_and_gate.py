@@ -54,7 +54,7 @@ def test_grouped_output(t, heads, n, groups, rank, pairs, dtype) -> None:
     frequencies = portable.rope_frequencies(2 * pairs, 1e4).to(DEVICE)
     table = portable.rotary_table(torch.arange(t, device=DEVICE) * 13 + 1, frequencies)
     straight = portable.apply_rope(attended.float().contiguous(), table, inverse=True)
-    want = torch.einsum("tgc,grc->tgr", straight.reshape(t, groups, heads // groups * n), weight.float()).reshape(t, -1)
+    want = torch.einsum("tgc,grc->tgr", straight.reshape(t, groups, heads // groups * n), weight.float()).flatten(1)
     out = kernels.grouped_output(attended, weight, table)
     assert out.shape == (t, groups * rank)
     if t:
