@@ -75,7 +75,8 @@ class RandomLlama:
 
 def make_requests(count: int, prompt: int, answer: int, vocab: int, **params: Any) -> list[Request]:
     rng = np.random.default_rng(0)
-    wanted = SamplingParams(max_tokens=answer, ignore_eos=True, **({"temperature": 0} | params))
+    settings: dict[str, Any] = {"temperature": 0} | params
+    wanted = SamplingParams(max_tokens=answer, ignore_eos=True, **settings)
     return [Request(f"r{i}", rng.integers(10, vocab, prompt).tolist(), wanted) for i in range(count)]
 
 
@@ -98,8 +99,10 @@ def build(config: Mapping[str, Any], *, portable: bool = False, **options: Any) 
     """An engine on random weights; `portable` leaves the kernels out."""
     hidden = _hide_kernels() if portable else None
     try:
-        chosen = EngineOptions(engine="native", enable_prefix_caching=False, **({"device": "cuda"} | options))
-        return build_native(chosen, RandomLlama(config), None)
+        settings: dict[str, Any] = {"device": "cuda"} | options
+        chosen = EngineOptions(engine="native", enable_prefix_caching=False, **settings)
+        source: Any = RandomLlama(config)
+        return build_native(chosen, source, None)
     finally:
         if hidden is not None:
             registry._providers = hidden

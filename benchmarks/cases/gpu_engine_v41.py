@@ -26,7 +26,7 @@ from deepinfer_offline.models.deepsig_v41.model import DeepSigV41Model
 from deepinfer_offline.models.deepsig_v41.schedule import plan_layers
 from deepinfer_offline.models.registry import register_model
 from deepinfer_offline.ops.registry import registry
-from gpu_engine import by_kernel, idle_share, kernel_intervals, make_requests, run_job
+from gpu_engine import by_kernel, idle_share, kernel_intervals, make_requests, run_job  # pyrefly: ignore
 
 BARS = {64: 6.9, 8: 3.7}  # ms a decode step
 PEER = {64: 13.7, 8: 7.45}
@@ -175,8 +175,10 @@ def build(config: Mapping[str, Any], *, portable: bool = False, **options: Any) 
     if portable:
         registry._providers = {op: [p for p in found if p.band == "portable"] for op, found in kept.items()}
     try:
-        chosen = EngineOptions(engine="native", enable_prefix_caching=False, **({"device": "cuda"} | options))
-        return build_native(chosen, RandomV41(config, chosen.device), None)
+        settings: dict[str, Any] = {"device": "cuda"} | options
+        chosen = EngineOptions(engine="native", enable_prefix_caching=False, **settings)
+        source: Any = RandomV41(config, chosen.device)
+        return build_native(chosen, source, None)
     finally:
         registry._providers = kept
 
