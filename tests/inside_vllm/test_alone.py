@@ -64,15 +64,28 @@ tokens = ask(llm)
 from pathlib import Path
 print(json.dumps({"acts": len(list(Path("kept").glob("*/*/*.kv"))) == 3, "tokens": tokens}))
 """
-SWITCHES = {"deepinfer-structured": {"DEEPINFER_STRUCTURED": "1"}}
+ACTS["deepinfer-kernels-cuda"] = """
+import torch
+llm = start()
+with torch.profiler.profile() as profile:
+    tokens = ask(llm)
+ran = {event.key for event in profile.key_averages()}
+print(json.dumps({"acts": "deepinfer_kernels::add_rms_norm" in ran, "tokens": tokens}))
+"""
+SWITCHES = {
+    "deepinfer-structured": {"DEEPINFER_STRUCTURED": "1"},
+    "deepinfer-kernels-cuda": {"DEEPINFER_KERNELS": "rms_norm", "TRITON_INTERPRET": "1"},
+}
 
 STOCK = """
 import vllm.v1.structured_output as manager
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.sampling_params import SamplingParams as Params
 llm = start()
 parts = [core(llm).scheduler, core(llm).scheduler.waiting, manager.GuidanceBackend, Params._validate_structured_outputs]
 names = [getattr(part, "__module__", type(part).__module__) for part in parts]
-print(json.dumps({"stock": all(name.startswith("vllm.") for name in names), "tokens": ask(llm)}))
+stock = all(name.startswith("vllm.") for name in names) and not op_registry_oot
+print(json.dumps({"stock": stock, "tokens": ask(llm)}))
 """
 
 

@@ -3,6 +3,8 @@
 Such a model does not run on a CPU, so vLLM's own scheduler is driven here, with the connector on both sides of it.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -62,13 +64,14 @@ class Side:
         self.scheduler.add_request(request)
         return request
 
-    def step(self, fill=None):
+    def step(self, fill: Callable[[int], float] | None = None):
         """Plan a step, let the worker move pages around the (imagined) forward pass, report; returns what was planned."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         plan = self.scheduler.schedule()
-        for new in plan.scheduled_new_reqs:
-            for page, block in enumerate(new.block_ids[0] if fill else []):
+        if fill is not None:
+            blocks = plan.scheduled_new_reqs[0].block_ids[0]
+            for page, block in enumerate(blocks):
                 self.tensors["prefix"][block] = fill(page)
         self.worker.bind_connector_metadata(plan.kv_connector_metadata)
         self.worker.start_load_kv(None)

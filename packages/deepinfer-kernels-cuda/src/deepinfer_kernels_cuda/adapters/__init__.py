@@ -1,0 +1,1 @@
+"""Adapters: the thin code that puts these kernels into other engines."""
