@@ -27,7 +27,6 @@ def test_only_what_is_asked_for_is_replaced() -> None:
     assert by_op((), 90)["rms_norm"].reason == "not asked for: DEEPINFER_KERNELS=rms_norm"
     replaced = [d for d in translate.decide(translate.read_switch("all"), 90, False) if d.layer]
     assert [d.op for d in replaced] == list(translate.LAYERS)
-    assert by_op(("rms_norm",), 90)["rms_norm"].reason == "measured on H200"
 
 
 @pytest.mark.parametrize("capability", [0, 75, 80, 89, 91, 103, 110, 120])
@@ -39,10 +38,10 @@ def test_an_architecture_without_a_kernel_is_named(capability: int) -> None:
     assert "90, 100" in decision.reason
 
 
-def test_hardware_that_was_not_there_is_said_to_have_not_been_there() -> None:
-    assert by_op(("rms_norm",), 100)["rms_norm"] == translate.Decision(
-        "rms_norm", "RMSNorm", "compiles for sm_100, not run"
-    )
+@pytest.mark.parametrize("capability", [90, 100])
+def test_hardware_that_was_not_there_is_said_to_have_not_been_there(capability: int) -> None:
+    reason = f"compiles for sm_{capability}, not run on it"
+    assert by_op(("rms_norm",), capability)["rms_norm"] == translate.Decision("rms_norm", "RMSNorm", reason)
 
 
 def test_the_interpreter_stands_in_only_where_no_device_is() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from deepinfer_kernels_cuda.capability import COMPILED_FOR, OPS, RUN_ON
+from deepinfer_kernels_cuda.capability import OPS
 
 ALL = "all"
 
@@ -50,7 +50,7 @@ class Decision:
     Attributes:
         op: its name in this package.
         layer: the layer of vLLM that it replaces, or None if it replaces nothing.
-        reason: why it does not, or where it was measured.
+        reason: why it does not, or what is known of the kernel.
     """
 
     op: str
@@ -99,6 +99,5 @@ def _decide(op: str, asked: bool, capability: int, interpreted: bool) -> Decisio
         return Decision(op, None, f"not asked for: DEEPINFER_KERNELS={op}")
     if not fitting:
         return Decision(op, layer, "in Triton's interpreter, for tests")
-    return Decision(
-        op, layer, f"measured on {RUN_ON[capability]}" if capability in RUN_ON else COMPILED_FOR[capability]
-    )
+    # The kernels of this folder keep vLLM's roundings; those of the package, which were measured, do not.
+    return Decision(op, layer, f"compiles for sm_{capability}, not run on it")
