@@ -110,7 +110,7 @@ class Engines:
         self._drafters = {length: create_drafter("suffix") for length in lengths}
         self.names = ["off", "auto", *lengths]
         for name in self.names:
-            self.run(name, [free_prompt(random.Random("warm"))] * batch, 8)
+            self.run(name, [free_prompt(random.Random(f"warm {place}")) for place in range(batch)], 8)
 
     def run(self, name: str | int, prompts: list[str], tokens: int) -> tuple[float, list[list[int]]]:
         """(output tokens per second, answers) of an engine: `off`, `auto` or a draft length."""

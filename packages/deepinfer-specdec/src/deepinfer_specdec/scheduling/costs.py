@@ -13,7 +13,7 @@ _GRID = np.unique(np.round(2.0 ** np.arange(0, 12.01, 0.5)).astype(np.int64))  #
 _WINDOW = 15  # measurements kept per point
 _ENOUGH = 3  # measurements from which a median is believed; also what the smooth line weighs against a point's own
 _NEAR = 1.25  # row counts within this ratio cost about the same per row
-_FRESH = 64  # steps after which a plain measurement should be repeated: contexts grow
+_PLAIN_WINDOW = 7  # the same for plain steps, which are measured rarely while speculation is on
 _HOST_SHARE = 0.06
 _PRIOR_ROWS = 16  # before anything is known a draft costs as much as a row among this many
 
@@ -95,7 +95,7 @@ class _Plain:
         return bool(self._samples)
 
     def add(self, rows: int, seconds: float) -> None:
-        self._samples.setdefault(round(2.0 * math.log2(rows)), deque(maxlen=_WINDOW)).append((rows, seconds))
+        self._samples.setdefault(round(2.0 * math.log2(rows)), deque(maxlen=_PLAIN_WINDOW)).append((rows, seconds))
         self._line = None
 
     def at(self, rows: int) -> float:
@@ -135,12 +135,12 @@ class StepCosts:
         """Whether any step without drafts was measured."""
         return bool(self._ahead) or bool(self._alone)
 
-    def needs_plain(self, rows: int) -> bool:
+    def needs_plain(self, rows: int, fresh: int = 64) -> bool:
         """Whether a step without drafts should be run to know what speculation is measured against: nothing like it was
-        measured (twice), or not lately.
+        measured (twice), or not in the last `fresh` steps.
         """
         near = [seen for size, seen in self._measured_at.items() if size <= rows * _NEAR and rows <= size * _NEAR]
-        return sum(seen[0] for seen in near) < 2 or self._step - max(seen[1] for seen in near) > _FRESH
+        return sum(seen[0] for seen in near) < 2 or self._step - max(seen[1] for seen in near) > fresh
 
     def ahead(self, rows: int) -> float:
         """Seconds that a step of `rows` sequences takes the loop that runs ahead; 0 when nothing was measured.

@@ -26,10 +26,10 @@ class SwitchOptions:
 
     enter: float = 1.06
     memory: float = 8.0
-    patience: float = 0.5
+    patience: float = 0.6
     reserve: float = 0.75
-    settle: int = 2
-    pause: int = 48
+    settle: int = 4
+    pause: int = 16
     longest_pause: int = 512
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class SpeculationSwitch:
                 self._wait = self._pause
                 self._pause = min(2 * self._pause, self.options.longest_pause)
                 self._turn(False)
-            elif self._measured.steps >= 16 * self.options.settle:
+            elif self._measured.steps >= 8 * self.options.settle:
                 self._pause = self.options.pause  # it has paid for long enough: forget earlier failures
         return self.on
 

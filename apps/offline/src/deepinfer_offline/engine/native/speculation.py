@@ -38,6 +38,8 @@ _START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most s
 _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
+_MODEST = 1.35  # gain below which what it is measured against must be known well
+_OFTEN, _RARELY = 20, 64  # steps between two without drafts while on
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
 _PACE_RATE = 0.15  # weight of one verification in a sequence's pace
 
@@ -104,7 +106,8 @@ class Speculation:
         worth = self._worth(rows)
         limits = self._limits(rows)
         draft = within_grammars(self._following.draft(rows, limits, self._floor(worth)), rows, limits)
-        self._comparing = not self._forced and self._costs.needs_plain(draft.rows)
+        fresh = _OFTEN if self._switches.current.gain < _MODEST else _RARELY
+        self._comparing = not self._forced and self._costs.needs_plain(draft.rows, fresh)
         lengths = self._lengths(draft, worth)
         for answer, made, value, length, ids in zip(
             rows, draft.counts.tolist(), worth.tolist(), lengths.tolist(), draft.token_ids.tolist(), strict=True
