@@ -17,11 +17,12 @@ from deepinfer_offline.models.deepsig_v41.backbone import Counters, StepResult
 from deepinfer_offline.models.deepsig_v41.cache import GLOBAL, V41Cache, entries_per_block
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.device_rows import DeviceRows, HostRows
+from deepinfer_offline.models.deepsig_v41.device_weights import DeviceLayer, DeviceSite, wide_product
 from deepinfer_offline.models.deepsig_v41.engram import EngramHash
 from deepinfer_offline.models.deepsig_v41.replay import DecoderReplay, kept_rows, plan_trim
 from deepinfer_offline.models.deepsig_v41.schedule import LayerPlan, Schedule
 from deepinfer_offline.models.deepsig_v41.stage import Frequencies, one_hot_pre
-from deepinfer_offline.models.deepsig_v41.weights import HyperWeights, LayerWeights, ModelWeights
+from deepinfer_offline.models.deepsig_v41.weights import ModelWeights
 from deepinfer_offline.ops import deepsig as ops
 from deepinfer_offline.ops.cuda.support import kernels
 from deepinfer_offline.ops.transfers import upload
@@ -31,45 +32,6 @@ if TYPE_CHECKING:
 
 _FUSED_ROWS = 128  # up to here one kernel rotates and projects; above, the batched product writes its result in place
 _MAX_SCORES = 1 << 28  # indexer scores held at once, float32 elements: 1 GiB
-
-
-@dataclass(frozen=True)
-class _Site:
-    """A hyper-connection site as the kernel takes it: scale [3]."""
-
-    fn: Tensor
-    base: Tensor
-    scale: Tensor
-    norm: Tensor
-
-    @classmethod
-    def of(cls, hyper: HyperWeights, norm: Tensor, streams: int) -> _Site:
-        return cls(hyper.fn, hyper.base, hyper.scale[[0, streams, 2 * streams]].contiguous(), norm)
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A layer's weights as the kernels take them.
-
-    Attributes:
-        source: as loaded.
-        attention, ffn: its two sites.
-        gate: of the router, in the activations' dtype where that is exact.
-        experts: repacked.
-        wo_a: [groups, width, rank].
-        compressor: of a pair source, values and gates: float32 [2 * head_dim, d], or as bfloat16 parts whose sum it is,
-            [parts * 2 * head_dim, d]; None otherwise.
-        index_weights: of the indexer's heads, scaled.
-    """
-
-    source: LayerWeights
-    attention: _Site
-    ffn: _Site
-    gate: Tensor
-    experts: Any
-    wo_a: Tensor
-    compressor: Tensor | None
-    index_weights: Tensor | None
 
 
 @dataclass
@@ -117,31 +79,8 @@ class DeviceBackbone:
         self.decoder_replay = decoder_replay
         self.counters = Counters()
         self.kernels = kernels()
-        self.layers = [self._prepare(plan, layer) for plan, layer in zip(schedule.layers, weights.layers, strict=True)]
+        self.layers = [DeviceLayer.prepare(layer, config, weights.embed.dtype) for layer in weights.layers]
         self.captures = all(isinstance(layer.experts, self.kernels.PackedExperts) for layer in self.layers)
-
-    # --- weights ---------------------------------------------------------------------------------------------
-
-    def _prepare(self, plan: LayerPlan, layer: LayerWeights) -> _Layer:
-        c, dtype = self.config, self.weights.embed.dtype
-        gate = layer.moe.gate.to(dtype)
-        exact = torch.equal(gate.float(), layer.moe.gate)
-        compressor, scaled = None, None
-        if layer.compressor is not None and layer.compressor.wgate is not None:
-            compressor = _split(torch.cat((layer.compressor.wkv, layer.compressor.wgate)), dtype)
-        if layer.indexer is not None:
-            scale = c.index_head_dim**-0.5 * c.index_n_heads**-0.5
-            scaled = layer.indexer.weights_proj * scale
-        return _Layer(
-            source=layer,
-            attention=_Site.of(layer.hc_attn, layer.attn_norm, c.hc_mult),
-            ffn=_Site.of(layer.hc_ffn, layer.ffn_norm, c.hc_mult),
-            gate=gate.contiguous() if exact else layer.moe.gate.contiguous(),
-            experts=layer.moe.experts,
-            wo_a=layer.attention.wo_a.transpose(1, 2),
-            compressor=compressor,
-            index_weights=scaled,
-        )
 
     # --- a step ----------------------------------------------------------------------------------------------
 
@@ -172,7 +111,7 @@ class DeviceBackbone:
             self.counters.layer_tokens += flow.rows.count
         return self._finish(flow, batch, trim)
 
-    def _seam(self, flow: _Flow, site: _Site) -> Tensor:
+    def _seam(self, flow: _Flow, site: DeviceSite) -> Tensor:
         """Mix the last output in, and return the next sublayer's normalised input [T, d]."""
         c, mix = self.config, flow.mix
         step = self.kernels.mhc_step(
@@ -198,7 +137,7 @@ class DeviceBackbone:
             flow.streams = self.kernels.mhc_post(flow.output, flow.streams, flow.mix.post, flow.mix.comb)
             flow.output = None
 
-    def _before(self, flow: _Flow, plan: LayerPlan, layer: _Layer) -> None:
+    def _before(self, flow: _Flow, plan: LayerPlan, layer: DeviceLayer) -> None:
         """Engram, and the draft's features: both read the streams."""
         if plan.engram >= 0:
             self._settle(flow)
@@ -234,7 +173,7 @@ class DeviceBackbone:
     # --- attention -------------------------------------------------------------------------------------------
 
     def _attention(
-        self, flow: _Flow, x: Tensor, plan: LayerPlan, layer: _Layer, cache: V41Cache, *, written: bool
+        self, flow: _Flow, x: Tensor, plan: LayerPlan, layer: DeviceLayer, cache: V41Cache, *, written: bool
     ) -> Tensor:
         c, k, rows, weights = self.config, self.kernels, flow.rows, layer.source.attention
         rotary = rows.rotary(plan.ratio)
@@ -263,7 +202,7 @@ class DeviceBackbone:
         attended = k.sparse_mla_decode(q, window_pool, rows.window_keys, weights.sink, scale=c.attention_scale, **extra)
         return self._output(attended, layer, rotary)
 
-    def _output(self, attended: Tensor, layer: _Layer, rotary: Any) -> Tensor:
+    def _output(self, attended: Tensor, layer: DeviceLayer, rotary: Any) -> Tensor:
         """Undo the rotation and project: [T, heads, head_dim] to [T, d]."""
         weights = layer.source.attention
         if attended.shape[0] <= _FUSED_ROWS:
@@ -277,7 +216,7 @@ class DeviceBackbone:
         torch.bmm(grouped, layer.wo_a, out=low.transpose(0, 1))
         return functional.linear(low.flatten(1), weights.wo_b)
 
-    def _write_entries(self, x: Tensor, rows: DeviceRows, plan: LayerPlan, layer: _Layer, cache: V41Cache) -> None:
+    def _write_entries(self, x: Tensor, rows: DeviceRows, plan: LayerPlan, layer: DeviceLayer, cache: V41Cache) -> None:
         """Compressed KV and index keys of the entries that the rows complete."""
         c, k, weights = self.config, self.kernels, layer.source.compressor
         assert weights is not None, f"layer {plan.index} is a KV source without a compressor"
@@ -286,7 +225,7 @@ class DeviceBackbone:
             latent = functional.linear(x, weights.wkv)
         else:
             latent = k.pool_groups(
-                _wide_product(x, layer.compressor, 2 * c.head_dim),
+                wide_product(x, layer.compressor, 2 * c.head_dim),
                 rows.positions,
                 rows.owners,
                 rows.firsts,
@@ -310,7 +249,9 @@ class DeviceBackbone:
 
     # --- selection -------------------------------------------------------------------------------------------
 
-    def _select(self, flow: _Flow, x: Tensor, latent: Tensor, plan: LayerPlan, layer: _Layer, cache: V41Cache) -> None:
+    def _select(
+        self, flow: _Flow, x: Tensor, latent: Tensor, plan: LayerPlan, layer: DeviceLayer, cache: V41Cache
+    ) -> None:
         """Choose each row's entries: slots int32 [T, k] in the source's pools, -1 where it sees fewer."""
         c, rows = self.config, flow.rows
         indexer = layer.source.indexer
@@ -367,7 +308,7 @@ class DeviceBackbone:
 
     # --- experts and the end ---------------------------------------------------------------------------------
 
-    def _experts(self, x: Tensor, layer: _Layer) -> Tensor:
+    def _experts(self, x: Tensor, layer: DeviceLayer) -> Tensor:
         c, k, moe = self.config, self.kernels, layer.source.moe
         ids, weights = k.router(
             x if layer.gate.dtype == x.dtype else x.to(layer.gate.dtype),
@@ -401,20 +342,3 @@ class DeviceBackbone:
         hidden = self.kernels.rms_norm(collapsed, self.weights.norm, self.config.rms_norm_eps)
         features = torch.cat(flow.features, dim=-1) if flow.features else None
         return StepResult(hidden, features, flow.rows)  # type: ignore[arg-type]
-
-
-def _split(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 matrix as one or two bfloat16 parts side by side: 16 bits of it, below what the activations resolve."""
-    if dtype != torch.bfloat16:
-        return weight
-    high = weight.bfloat16()
-    low = (weight - high.float()).bfloat16()
-    return torch.cat((high, low)) if bool(low.any()) else high
-
-
-def _wide_product(x: Tensor, weight: Tensor, rows: int) -> Tensor:
-    """float32 [T, rows] of x and what `_split` made of a matrix."""
-    if weight.dtype == torch.float32:
-        return functional.linear(x.float(), weight)
-    product = torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return product if weight.shape[0] == rows else product[:, :rows] + product[:, rows:]
