@@ -86,7 +86,8 @@ def of_contradiction(schema: Any, fits: Callable[[Any], bool], most: int = 64) -
     def search(inner: Any, rebuild: Callable[[Any], Any], pointer: str) -> Place | None:
         if not isinstance(inner, dict):
             return None
-        for keyword in sorted(inner, key=_WEAK.__contains__):  # what asks for anything at all is blamed last
+        keywords: list[str] = sorted(inner, key=lambda k: k in _WEAK)  # what asks for anything at all is blamed last
+        for keyword in keywords:
             without = {k: v for k, v in inner.items() if k != keyword}
             if next(tries, None) is None:
                 return None
