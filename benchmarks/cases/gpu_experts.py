@@ -69,6 +69,23 @@ def run_experts(
             print(f"moe t={tokens} {config} FAILED {type(failure).__name__}: {str(failure)[:300]}", flush=True)
         finally:
             experts.gemm_config, experts._token_tile = chosen, tile
+    if tokens * TOP_K >= 64 * count:
+        run_decode_once(recorder, count, tokens, made, (x, ids, gates), nbytes, flops)
+
+
+def run_decode_once(recorder: Recorder, count: int, tokens: int, made, inputs, nbytes: float, flops: float) -> None:
+    """The kernel that decodes weights once for many tokens, checked against the default one on every token."""
+    x, ids, gates = inputs
+    call = lambda kernel: experts.moe_experts(x, ids, gates, made[1], limit=10.0, kernel=kernel)  # noqa: E731
+    recorder.record(
+        "moe_experts",
+        f"t={tokens} {count} experts",
+        "sm90 decode_once",
+        lambda: call("decode_once"),
+        nbytes=nbytes,
+        flops=flops,
+        error=relative_error(call("decode_once"), call(None)),
+    )
 
 
 def run_linear(recorder: Recorder) -> None:
@@ -109,8 +126,11 @@ def run_linear(recorder: Recorder) -> None:
 
 def run(recorder: Recorder, sweep: bool = False) -> None:
     """Decode and prefill of the whole layer, then linear layers."""
+    made = make_experts(64)
+    run_experts(recorder, 64, 4096, [None], made)
+    del made
     made = make_experts(384)
-    for tokens in (1, 8, 64, 256, 4096):
+    for tokens in (1, 8, 64, 256, 1024, 4096):
         small: list[tuple[int, int, int, int] | None] = [(16, 64, 4, 4), (16, 64, 5, 4), (16, 128, 4, 8)]
         large: list[tuple[int, int, int, int] | None] = [(64, 128, 3, 4), (64, 256, 3, 8), (128, 128, 2, 8)]
         configs = ([*(small if tokens <= 256 else large)] if sweep and tokens >= 64 else []) + [None]

@@ -50,6 +50,8 @@ def test_every_op_of_the_table_is_public() -> None:
 def test_splits_fill_the_chip_once() -> None:
     assert choose_splits(64, 1, 10, 132) == 2
     assert choose_splits(128, 1, 10, 132) == 1
-    assert choose_splits(1, 1, 10, 132) == 3
-    assert choose_splits(64, 1, 2, 132) == 1
+    assert choose_splits(16, 1, 10, 132) == 4
+    assert choose_splits(1, 1, 10, 132) == 8
+    assert choose_splits(64, 1, 2, 132) == 2
+    assert choose_splits(1, 1, 1, 132) == 1
     assert choose_splits(4096, 2, 10, 132) == 1

@@ -120,30 +120,47 @@ def _binary(name: str) -> str:
     return str(path)
 
 
-def report(kernel: Any, name: str, arch: int) -> CompileReport:
-    """Read registers, stack, shared memory and instruction counts off a compiled kernel."""
-    ptx = kernel.asm["ptx"]
+def _dump(code: bytes, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(code)
         file.flush()
-        usage = (
-            subprocess.run(
-                [_binary("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
-            ).stdout
-            + subprocess.run(
-                [_binary("cuobjdump"), "-sass", file.name], capture_output=True, text=True, check=True
-            ).stdout
-        )
-    registers = max(map(int, re.findall(r"REG:(\d+)", usage)), default=0)
-    stack = max(map(int, re.findall(r"STACK:(\d+)", usage)), default=0)
+        command = [_binary("cuobjdump"), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def report(kernel: Any, name: str, arch: int) -> CompileReport:
+    """Read registers, stack, shared memory and instruction counts off a compiled Triton kernel."""
+    ptx = kernel.asm["ptx"]
+    usage = _dump(kernel.asm["cubin"], "-res-usage") + _dump(kernel.asm["cubin"], "-sass")
     return CompileReport(
         name=name,
         arch=arch,
-        registers=registers,
-        stack_bytes=stack,
+        registers=_largest(r"REG:(\d+)", usage),
+        stack_bytes=_largest(r"STACK:(\d+)", usage),
         spill_instructions=len(re.findall(r"\b(?:LDL|STL)\b", usage)),
         shared_bytes=kernel.metadata.shared,
         tensor_memory=getattr(kernel.metadata, "tmem_size", 0) or 0,
         mma=len(re.findall(r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)", ptx)),
         traps=len(re.findall(r"^\s*trap;", ptx, re.M)),
     )
+
+
+def native_report(code: bytes, entry: str, arch: int, shared: int) -> CompileReport:
+    """The same of one entry of CUDA C++ machine code; `shared` is what its launch asks for, bytes."""
+    usage = next(part for part in _dump(code, "-res-usage").split(" Function ")[1:] if part.startswith(f"{entry}:"))
+    sass = next(part for part in _dump(code, "-sass").split("Function : ")[1:] if part.split()[0] == entry)
+    return CompileReport(
+        name=entry,
+        arch=arch,
+        registers=_largest(r"REG:(\d+)", usage),
+        stack_bytes=_largest(r"STACK:(\d+)", usage),
+        spill_instructions=len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        shared_bytes=_largest(r"SHARED:(\d+)", usage) + shared,
+        tensor_memory=0,
+        mma=len(re.findall(r"\bH[GM]*MMA\b", sass)),
+        traps=len(re.findall(r"\bBPT\.TRAP\b", sass)),
+    )
+
+
+def _largest(pattern: str, text: str) -> int:
+    return max(map(int, re.findall(pattern, text)), default=0)

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 
-from .capability import device_arch
+from .capability import device_arch, sm_count
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .layouts import FP8, NVFP4, PoolView, pool_view
+from .native import NativeKernel, native_reason
 
 _LOG2E = 1.4426950408889634
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-@functools.lru_cache(maxsize=8)
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-
-def _arrival_counters(device: torch.device, units: int) -> torch.Tensor:
-    """Zeroed arrival counters of the current stream; kernels leave them zeroed."""
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    have = _COUNTERS.get(key)
-    if have is None or have.numel() < units:
-        have = torch.zeros(max(4096, units), dtype=torch.int32, device=device)
-        _COUNTERS[key] = have
-    return have
+#: Keys of a tile, heads of a block, blocks that may share one query.
+_TILE, _HEADS, _CLUSTER = 64, 64, 8
+_SPARSE_MLA = NativeKernel(
+    "sparse_mla.cu", "sparse_mla", "PqqPPqqqiiiiPPqqqiiiiPPqqPiif", threads=512, shared=216 * 1024
+)
 
 
 def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
-    """Key splits of one query: enough blocks to fill the chip once, three tiles a split or more.
+    """Blocks of one cluster that share a query's keys: a power of two that fills the chip once, a tile a block or more.
 
-    Merging two splits of 64 heads moves 256 KB through L2, some 10 us on an H200: as much as three tiles cost.
+    Clusters of eight do not fill an H200 (its groups of multiprocessors have 16 or 18): they serve few queries only.
     """
     units = max(queries * head_blocks, 1)
-    return max(1, min(tiles // 3, sms // units, 16))
+    splits = 1
+    while splits < _CLUSTER and 2 * splits * units <= (sms if splits < 4 else sms // 2) and 2 * splits <= tiles:
+        splits *= 2
+    return splits
 
 
 def _check(q: torch.Tensor, slots: torch.Tensor, name: str) -> None:
@@ -74,7 +66,7 @@ def sparse_mla_decode(
         compressed_pool: uint8 pool of `nvfp4` records, or None.
         compressed_slots: int32 or int64 [t, k].
         out: Where to write; default a new tensor.
-        splits: Key splits a query (sm90 kernel); default by the number of multiprocessors.
+        splits: Blocks that share a query's keys (sm90 kernel): 1, 2, 4 or 8; default by the number of multiprocessors.
         kernel: `sm90` or `portable`; default what the device supports best.
         return_lse: Also return the natural log-sum-exp without the sink, float32 [t, heads], +inf for empty rows.
 
@@ -108,7 +100,7 @@ def sparse_mla_decode(
     lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
     if t:
         if kernel is None:
-            kernel = "sm90" if _fits_sm90(q, window_pool, compressed_pool) else "portable"
+            kernel = "sm90" if _fits_sm90(q, out, window_pool, compressed_pool) else "portable"
         args = (q, window_pool, window_slots, window, extra_pool, extra_slots, extra, sink, out, lse, scale * _LOG2E)
         if kernel == "sm90":
             _launch_sm90(*args, splits=splits)
@@ -117,13 +109,12 @@ def sparse_mla_decode(
     return (out, lse) if return_lse else out
 
 
-def _fits_sm90(q: torch.Tensor, window_pool: torch.Tensor, compressed_pool: torch.Tensor | None) -> bool:
-    """Whether the Hopper kernel serves these tensors: its loads are 16 bytes wide, its width is 512."""
-    if device_arch(q.device) != 90 or q.dtype != torch.bfloat16 or q.shape[-1] != 512:
+def _fits_sm90(q: torch.Tensor, out: torch.Tensor, *pools: torch.Tensor | None) -> bool:
+    """Whether the Hopper kernel serves these tensors: its loads and stores are 16 bytes wide, its width is 512."""
+    if device_arch(q.device) != 90 or q.dtype != torch.bfloat16 or q.shape[-1] != 512 or native_reason() is not None:
         return False
-    pools = [p for p in (window_pool, compressed_pool) if p is not None]
-    aligned = all(p.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in p.stride()[:-1]) for p in pools)
-    return aligned and q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
+    wide = [t for t in (q, out, *pools) if t is not None]
+    return all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in wide)
 
 
 def _launch_portable(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2) -> None:
@@ -142,28 +133,26 @@ def _launch_portable(q, pool, slots, view, extra_pool, extra_slots, extra, sink,
     )  # fmt: skip
 
 
-def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2, *, splits) -> None:
-    from .sm90.sparse_mla import sm90_sparse_mla_kernel
+def _page_shift(size: int) -> int:
+    """log2 of a page size, -1 where it is no power of two."""
+    return size.bit_length() - 1 if size & (size - 1) == 0 else -1
 
+
+def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2, *, splits) -> None:
     t, heads, _ = q.shape
-    bn = 64
-    blocks = -(-heads // 64)
-    tiles = -(-slots.shape[1] // bn) + -(-extra_slots.shape[1] // bn)
-    splits = splits or choose_splits(t, blocks, tiles, _sm_count(q.device))
-    splits = max(1, min(splits, tiles))
-    partial = partial_ml = counters = lse
-    if splits > 1:
-        partial = torch.empty(t * blocks * splits, 64 * 512, dtype=torch.float32, device=q.device)
-        partial_ml = torch.empty(t * blocks * splits, 128, dtype=torch.float32, device=q.device)
-        counters = _arrival_counters(q.device, t * blocks)
-    sm90_sparse_mla_kernel[(splits, blocks, t)](
-        q, q.stride(0), q.stride(1),
-        pool, slots, view.stride_page, view.stride_row, slots.stride(0), slots.shape[1], view.slots,
-        extra_pool, extra_slots, extra.stride_page, extra.stride_row, extra_slots.stride(0), extra_slots.shape[1],
-        extra.slots, sink if sink is not None else lse, out, out.stride(0), out.stride(1), lse,
-        partial, partial_ml, counters, heads, scale_log2,
-        W_PAGE=view.page_size, X_PAGE=extra.page_size, HAS_SINK=sink is not None, SPLITS=splits,
-        BN=bn, STAGES=2, PRODUCER_WARPS=4, PRODUCER_REGS=128, num_warps=8,
+    blocks = -(-heads // _HEADS)
+    tiles = -(-slots.shape[1] // _TILE) + -(-extra_slots.shape[1] // _TILE)
+    splits = splits or choose_splits(t, blocks, tiles, sm_count(q.device))
+    require(splits in (1, 2, 4, 8), f"splits is {splits}; allowed: 1, 2, 4, 8")
+    _SPARSE_MLA(
+        (splits, blocks, t),
+        q.data_ptr(), q.stride(0), q.stride(1),
+        pool.data_ptr(), slots.data_ptr(), view.stride_page, view.stride_row, slots.stride(0), slots.shape[1],
+        view.slots, view.page_size, _page_shift(view.page_size),
+        extra_pool.data_ptr(), extra_slots.data_ptr(), extra.stride_page, extra.stride_row, extra_slots.stride(0),
+        extra_slots.shape[1], extra.slots, extra.page_size, _page_shift(extra.page_size),
+        sink.data_ptr() if sink is not None else 0, out.data_ptr(), out.stride(0), out.stride(1), lse.data_ptr(), heads,
+        int(slots.dtype == torch.int64), scale_log2, device=q.device, cluster=splits,
     )  # fmt: skip
 
 

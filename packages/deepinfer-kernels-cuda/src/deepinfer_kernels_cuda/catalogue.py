@@ -56,7 +56,7 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class NativeSpec:
-    """One entry (`name` up to a dash) of a CUDA C++ source, compiled by NVRTC; `shared` is dynamic, bytes; else as `KernelSpec`."""
+    """One entry (`name` up to a dash) of a CUDA C++ source; `shared` is dynamic, bytes; the rest as in `KernelSpec`."""
 
     name: str
     source: str
@@ -104,14 +104,6 @@ _GQA = (
 )
 
 
-def _mla90(splits: int) -> KernelSpec:
-    constants = {"W_PAGE": 1, "X_PAGE": 1, "HAS_SINK": True, "SPLITS": splits, "BN": 64, "STAGES": 2, "PRODUCER_WARPS": 4,
-                 "PRODUCER_REGS": 128}  # fmt: skip
-    types = _MLA + "partial=*fp32 partial_ml=*fp32 counters=*i32"
-    return KernelSpec(f"sm90_sparse_mla_splits{splits}", "sm90.sparse_mla:sm90_sparse_mla_kernel", types, constants, (90,),
-                      {"num_warps": 8}, min_mma=36, max_stack=512, quick=splits == 2)  # fmt: skip
-
-
 def _mx90(fp4: bool, grouped: bool, swiglu: bool, bn: int, bt: int, split_k: int = 1, **more: Any) -> KernelSpec:
     constants = {"FP4": fp4, "GROUPED": grouped, "GATHER": grouped and swiglu, "SCATTER": grouped and not swiglu,
                  "SWIGLU": swiglu, "SPLIT_K": split_k, "BN": bn, "BT": bt, "STAGES": 5 if bt == 16 else 3}  # fmt: skip
@@ -129,7 +121,16 @@ def _insert(name: str, code: int, group: int, floor: float) -> KernelSpec:
 
 
 def _gather(name: str, code: int, group: int) -> KernelSpec:
-    constants = {"PAGE": 1, "FORMAT": code, "GROUP": group, "WIDTH": 512, "D": 512, "ROWS": 8, "ALIGN": 16, "HARDWARE": True}
+    constants = {
+        "PAGE": 1,
+        "FORMAT": code,
+        "GROUP": group,
+        "WIDTH": 512,
+        "D": 512,
+        "ROWS": 8,
+        "ALIGN": 16,
+        "HARDWARE": True,
+    }
     types = "pool=*u8 slots=*i64 count=i32 pool_slots=i32 out=*bf16 stride_page=i64 stride_row=i64"
     return KernelSpec(f"kv_gather_{name}", "kernels.rows:gather_kernel", types, constants)
 
@@ -147,8 +148,6 @@ _NATIVE: tuple[NativeSpec, ...] = (
 
 SPECS: tuple[KernelSpec | NativeSpec, ...] = (
     *(() if native_reason() else _NATIVE),
-    _mla90(1),
-    _mla90(2),
     _mx90(True, True, True, 64, 16, quick=True),
     _mx90(True, True, False, 64, 16),
     _mx90(True, True, True, 128, 64),

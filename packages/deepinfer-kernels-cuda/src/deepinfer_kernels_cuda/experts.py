@@ -9,8 +9,24 @@ import torch
 
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
+from .native import NativeKernel
 from .providers import MeasuredChoice
 from .weights import MxWeights, mx_weights, pack_sm90
+
+_SHARED = 204 * 1024
+_GROUPED = {
+    (up, wide): NativeKernel(
+        "experts.cu",
+        f"experts_{'up' if up else 'down'}{'_wide' if wide else ''}",
+        "PqPPPqPPPiiiiif",
+        threads=384 if wide else 640,
+        shared=_SHARED,
+    )
+    for up in (True, False)
+    for wide in (True, False)
+}
+#: Over how many pairs an expert the widest tile of the decode-once kernel is taken.
+_WIDE_PAIRS = 96
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,7 @@ def moe_experts(
     *,
     limit: float,
     shared: torch.Tensor | None = None,
+    kernel: str | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts (V4.1 section 2.6); deterministic, no token is dropped.
 
@@ -80,6 +97,8 @@ def moe_experts(
         experts: `PackedExperts`, or what `prepare_experts` takes (then the portable kernel reads it as it is).
         limit: `swiglu_limit`.
         shared: Output of the shared expert [t, d], added at the end.
+        kernel: `decode_once` decodes packed weights once for up to 128 tokens (prefill; sm90, asked for by name until its
+            conformance tests have run on a GPU in full); None the kernel that `experts` are prepared for.
 
     Returns:
         [t, d] in x's dtype.
@@ -87,6 +106,7 @@ def moe_experts(
     require_dims("x", x, 2)
     require_inner("x", x)
     require_dims("ids", ids, 2)
+    require(kernel in (None, "decode_once"), f"kernel is {kernel!r}; allowed: None, 'decode_once'")
     require(ids.shape == weights.shape, f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)} differ")
     require(ids.shape[0] == x.shape[0], f"ids has {ids.shape[0]} rows; x has {x.shape[0]}")
     require_dtype("weights", weights, torch.float32)
@@ -98,11 +118,14 @@ def moe_experts(
         return out
     ids, weights = ids.contiguous(), weights.contiguous()
     order, offsets = group_pairs(ids, packed.count)
-    parts = (
-        _run_sm90(x, ids, weights, packed, order, offsets, limit)
-        if packed.gate_up.packed
-        else _run_portable(x, ids, weights, packed, order, offsets, limit)
-    )
+    run = _run_sm90 if packed.gate_up.packed else _run_portable
+    if kernel == "decode_once":
+        wide = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.dtype == torch.bfloat16
+        require(
+            packed.gate_up.packed and wide, "decode_once takes packed weights and bfloat16 rows on 16-byte boundaries"
+        )
+        run = _run_decode_once
+    parts = run(x, ids, weights, packed, order, offsets, limit)
     _combine(parts, ids, shared, out)
     return out
 
@@ -148,6 +171,22 @@ def _run_sm90(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
             mx.rows, mx.columns, n_blocks, k_blocks, top_k, float(limit),
             FP4=True, GROUPED=True, GATHER=first, SCATTER=not first, SWIGLU=first, SPLIT_K=1,
             BN=bn, BT=bt, STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+    return parts
+
+
+def _run_decode_once(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
+    pairs = ids.numel()
+    wide = -(-pairs // packed.count) > _WIDE_PAIRS
+    hidden = torch.empty(pairs, packed.down.columns, dtype=x.dtype, device=x.device)
+    parts = torch.empty(pairs, packed.down.rows, dtype=x.dtype, device=x.device)
+    for first, mx, source, target in ((True, packed.gate_up, x, hidden), (False, packed.down, hidden, parts)):
+        n_blocks, k_blocks = mx.codes.shape[1], mx.codes.shape[2]
+        _GROUPED[first, wide](
+            (-(-n_blocks // 4), packed.count, 1),
+            source.data_ptr(), source.stride(0), mx.codes.data_ptr(), mx.scales.data_ptr(), target.data_ptr(),
+            target.stride(0), order.data_ptr(), offsets.data_ptr(), weights.data_ptr(), mx.rows, mx.columns, n_blocks,
+            k_blocks, ids.shape[1], float(limit), device=x.device,
         )  # fmt: skip
     return parts
 

@@ -61,8 +61,8 @@ def read_source(name: str) -> str:
     )
 
 
-def compile_native(name: str, arch: int = 90) -> bytes:
-    """Compile one source of `cuda/` to machine code for an architecture; needs no GPU.
+def compile_native(name: str, arch: int = 90, defines: tuple[str, ...] = ()) -> bytes:
+    """Compile one source of `cuda/` to machine code for an architecture, with macros `NAME=VALUE`; needs no GPU.
 
     Raises:
         NativeError: NVRTC is missing, or the compiler's log.
@@ -71,7 +71,8 @@ def compile_native(name: str, arch: int = 90) -> bytes:
     program = ctypes.c_void_p()
     text = read_source(name).encode()
     _check_rtc(lib.nvrtcCreateProgram(ctypes.byref(program), text, name.encode(), 0, None, None), name)
-    options = [f"--gpu-architecture=sm_{arch}a".encode(), b"--std=c++17", b"-default-device"]
+    words = (f"--gpu-architecture=sm_{arch}a", "--std=c++17", "-default-device", *(f"-D{each}" for each in defines))
+    options = [word.encode() for word in words]
     result = lib.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     if result:
@@ -130,10 +131,13 @@ class NativeKernel:
         arguments: `struct` letters of the parameters in order: P pointer, i int32, q int64, f float32.
         threads: Threads a block.
         shared: Bytes of dynamic shared memory.
+        defines: Macros of the source, `NAME=VALUE`.
     """
 
-    def __init__(self, source: str, entry: str, arguments: str, *, threads: int, shared: int = 0) -> None:
-        self.source, self.entry, self.threads, self.shared = source, entry, threads, shared
+    def __init__(
+        self, source: str, entry: str, arguments: str, *, threads: int, shared: int = 0, defines: tuple[str, ...] = ()
+    ) -> None:
+        self.source, self.entry, self.threads, self.shared, self.defines = source, entry, threads, shared, defines
         self._layout = struct.Struct("@" + arguments)
         self._functions: dict[int, ctypes.c_void_p] = {}
 
@@ -141,7 +145,7 @@ class NativeKernel:
         if device not in self._functions:
             driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
             torch.cuda.current_stream(device)  # makes sure that the device has its context
-            code = _machine_code(self.source, 90)
+            code = _machine_code(self.source, 90, self.defines)
             _check_driver(driver.cuModuleLoadData(ctypes.byref(module), code), self.source)
             _check_driver(driver.cuModuleGetFunction(ctypes.byref(function), module, self.entry.encode()), self.entry)
             if self.shared > 48 * 1024:
@@ -172,17 +176,19 @@ class NativeKernel:
 
 
 @functools.lru_cache(maxsize=16)
-def _machine_code(source: str, arch: int) -> bytes:
+def _machine_code(source: str, arch: int, defines: tuple[str, ...]) -> bytes:
     """Compiled once for a source, an architecture and a compiler: under `$XDG_CACHE_HOME/deepinfer` (`~/.cache`)."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check_rtc(_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), source)
-    key = hashlib.sha256(f"{read_source(source)} {arch} {major.value}.{minor.value}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{read_source(source)} {arch} {defines} {major.value}.{minor.value}".encode()).hexdigest()[
+        :32
+    ]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepinfer" / "kernels"
     path = folder / f"{Path(source).stem}-{key}.cubin"
     try:
         return path.read_bytes()
     except OSError:
-        code = compile_native(source, arch)
+        code = compile_native(source, arch, defines)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:

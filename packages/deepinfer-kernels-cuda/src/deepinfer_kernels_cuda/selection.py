@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from .capability import device_arch, sm_count
-from .checks import require, require_dims, require_dtype, require_inner, require_same_device
+from .checks import require, require_dims, require_inner, require_same_device
 from .layouts import MXFP4
 from .native import NativeKernel, native_reason
 
-#: Tiles of 64 keys, blocks a multiprocessor holds.
-_INDEX_TILE, _INDEX_BLOCKS = 64, 6
+#: Keys of a tile, blocks a multiprocessor holds, pages or parts of one that a block can name.
+_INDEX_TILE, _INDEX_BLOCKS, _INDEX_PIECES = 64, 6, 512
 _INDEXER = NativeKernel("indexer.cu", "indexer_logits", "PqqPqPqPqPiPPqiiii", threads=128)
 #: Threads of a top-k block by row length; a thread holds 32 keys, up to 8 blocks share a row.
 _TOPK = {
@@ -76,18 +76,32 @@ def _fits_indexer(q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor) ->
     """Whether the Hopper kernel serves these tensors: whole pages or quarters of a tile are copied in 16-byte units."""
     size = pool.shape[1]
     pages = size >= 4 and size & (size - 1) == 0
-    aligned = pool.data_ptr() % 16 == 0 and pool.stride(0) % 16 == 0 and pool.stride(1) == pool.shape[2] and pool.stride(2) == 1
-    return _native(q.device) and q.dtype == weights.dtype == torch.bfloat16 and q.shape[1] <= 32 and q.shape[2] == 128 and pages and aligned
+    aligned = (
+        pool.data_ptr() % 16 == 0
+        and pool.stride(0) % 16 == 0
+        and pool.stride(1) == pool.shape[2]
+        and pool.stride(2) == 1
+    )
+    return (
+        _native(q.device)
+        and q.dtype == weights.dtype == torch.bfloat16
+        and q.shape[1] <= 32
+        and q.shape[2] == 128
+        and pages
+        and aligned
+    )
 
 
 def _indexer_sm90(q, weights, pool, block_table, rows, visible, out) -> None:
     t, heads, _ = q.shape
     tiles = -(-out.shape[1] // _INDEX_TILE)
-    blocks = max(1, min(tiles, sm_count(q.device) * _INDEX_BLOCKS // t))
-    each = -(-tiles // blocks)
+    pieces = max(1, _INDEX_TILE // pool.shape[1])
+    runs = max(min(tiles, sm_count(q.device) * _INDEX_BLOCKS // t), -(-tiles * pieces // _INDEX_PIECES), 1)
+    each = -(-tiles // runs)
+    runs = -(-tiles // each)
     rows, visible = rows.contiguous(), visible.to(torch.int32).contiguous()
     _INDEXER(
-        (-(-tiles // each), t, 1),
+        (runs, t, 1),
         q.data_ptr(), q.stride(0), q.stride(1), weights.data_ptr(), weights.stride(0), pool.data_ptr(), pool.stride(0),
         block_table.data_ptr(), block_table.stride(0), rows.data_ptr(), int(rows.dtype == torch.int64), visible.data_ptr(),
         out.data_ptr(), out.stride(0), heads, out.shape[1], pool.shape[1].bit_length() - 1, each, device=q.device,
@@ -126,10 +140,12 @@ def topk_lowest_index(
     require_inner("scores", scores)
     require(1 <= k <= 4096, f"k is {k}; allowed: 1..4096")
     require_same_device(scores, lengths)
-    t, n = scores.shape
+    t = scores.shape[0]
     if not t:
         return torch.empty(t, k, dtype=torch.int32, device=scores.device)
-    kernel = kernel or ("sm90" if _native(scores.device) and scores.dtype in (torch.float32, torch.bfloat16) else "portable")
+    kernel = kernel or (
+        "sm90" if _native(scores.device) and scores.dtype in (torch.float32, torch.bfloat16) else "portable"
+    )
     return _topk_sm90(scores, k, lengths) if kernel == "sm90" else _topk_portable(scores, k, lengths)
 
 
@@ -160,7 +176,9 @@ def _topk_sm90(scores: torch.Tensor, k: int, lengths: torch.Tensor | None) -> to
 def _cluster_size(rows: int, columns: int, sms: int) -> int:
     """Blocks that share a row: enough to hold it, more where multiprocessors would idle."""
     size = 1
-    while size < _TOPK_CLUSTER and (size * _TOPK_KEYS * 1024 < columns or (rows * size * 2 <= sms and columns > size * 8192)):
+    while size < _TOPK_CLUSTER and (
+        size * _TOPK_KEYS * 1024 < columns or (rows * size * 2 <= sms and columns > size * 8192)
+    ):
         size *= 2
     return size
 

@@ -2,10 +2,10 @@
 // Indexer scores over paged MXFP4 keys: 64 bytes of e2m1 codes and 4 scales a key, heads <= 32, 128 channels.
 //
 // A block scores a run of tiles of 64 keys for one query. Keys are the register operand of the MMA: thread t of four owns
-// channels 32 t .. 32 t + 31 of two keys, one scale group each, so no code crosses threads. A code becomes the top byte of a
-// half through a table of eight bytes (`prmt`) that holds 0, 0.5, ... 6 times 2^13 and the group's scale relative to the
-// record's largest one: exact, groups more than 2^26 below the largest count as zero. The query is scaled by a power of two
-// a head, its channels sit in the order in which the codes come out.
+// channels 32 t .. 32 t + 31 of two keys, one scale group each, so no code crosses threads. A code's bits, shifted into place,
+// are a half of the value times 2^-14; one multiplication brings the group's scale relative to the record's largest one: exact,
+// groups more than 2^24 below the largest count as zero. The query is scaled by a power of two a head, its channels sit in the
+// order in which the codes come out.
 
 constexpr int TILE = 64, STAGES = 4, RECORD = 68, THREADS = 128, PAGES = 512;
 
@@ -14,7 +14,7 @@ struct Shared {
     alignas(128) u8 keys[STAGES][TILE * RECORD];
     alignas(8) u64 full[STAGES], empty[STAGES];
     float weight[32];
-    int pages[PAGES];
+    u32 place[PAGES];  // of every piece in the pool, in units of 16 bytes
 };
 
 __device__ __forceinline__ void multiply_heads(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -23,20 +23,18 @@ __device__ __forceinline__ void multiply_heads(float (&d)[4], u32 a0, u32 a1, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Eight codes to four pairs (code p, code p + 4) of halves.
-__device__ __forceinline__ void decode(u32 word, u32 low, u32 high, u32 (&pair)[4]) {
-    u32 index = word & 0x77777777u;
-    u32 first = prmt(low, high, index), second = prmt(low, high, index >> 16);
-    pair[0] = prmt(first, second, 0x4808) | ((word << 12) & 0x80008000u);
-    pair[1] = prmt(first, second, 0x5818) | ((word << 8) & 0x80008000u);
-    pair[2] = prmt(first, second, 0x6828) | ((word << 4) & 0x80008000u);
-    pair[3] = prmt(first, second, 0x7838) | (word & 0x80008000u);
+__device__ __forceinline__ u32 multiply_half(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
 }
 
-// Byte tables of a scale group `below` powers of two under the record's largest.
-__device__ __forceinline__ void scaled_table(u32 below, u32& low, u32& high) {
-    low = below > 26 ? 0 : 0x72706c00u - below * 0x04040400u;
-    high = below > 26 ? 0 : 0x7a787674u - below * 0x04040404u;
+// Eight codes to four pairs (code p, code p + 4) of halves.
+__device__ __forceinline__ void decode(u32 w, u32 factor, u32 (&pair)[4]) {
+    pair[0] = multiply_half(((w << 9) & 0x0e000e00u) | ((w << 12) & 0x80008000u), factor);
+    pair[1] = multiply_half(((w << 5) & 0x0e000e00u) | ((w << 8) & 0x80008000u), factor);
+    pair[2] = multiply_half(((w << 1) & 0x0e000e00u) | ((w << 4) & 0x80008000u), factor);
+    pair[3] = multiply_half(((w >> 3) & 0x0e000e00u) | (w & 0x80008000u), factor);
 }
 
 // Query of one head and channel group (thread 4 head + group): scaled to a largest value in [1, 2), into the MMA's layout.
@@ -74,26 +72,21 @@ __device__ __forceinline__ void place_query(Shared& s, const u16* q, i64 stride_
     }
     if (group == 0) {
         float weight = head < heads ? bf16_low(weights[head]) : 0.0f;
-        s.weight[head] = weight * __uint_as_float(u32(exponent) << 23) * 0.0001220703125f;  // 2^-13 of the tables
+        s.weight[head] = weight * __uint_as_float(u32(exponent) << 23) * 0.5f;  // keys carry 2^1
     }
 }
 
 // One warp brings the keys: its lane i copies piece i of a tile, a page or a part of one.
 struct Copier {
     const u8* pool;
-    i64 stride;
-    int page_shift, first, seen;
+    int shift, first, seen, lane;
 
-    __device__ __forceinline__ void copy(Shared& s, int stage, int tile) const {
-        const int shift = min(page_shift, 6), lane = threadIdx.x & 31, at = lane << shift, key = tile * TILE, bytes = RECORD << shift;
-        const u32 bar = shared_address(&s.full[stage]);
-        if (lane == 0) barrier_expect(bar, min((seen - key + (1 << shift) - 1) >> shift, TILE >> shift) * bytes);
+    __device__ __forceinline__ void copy(Shared& s, u32 keys, u32 bar, int tile) const {
+        const int left = seen - tile * TILE, at = lane << shift, bytes = RECORD << shift;
+        if (lane == 0) barrier_expect(bar, min((left + (1 << shift) - 1) >> shift, TILE >> shift) * bytes);
         __syncwarp();
-        if (at < TILE && key + at < seen) {
-            const int page = s.pages[((tile - first) << (6 - shift)) + lane];
-            const int offset = ((key + at) & ((1 << page_shift) - 1)) * RECORD;
-            copy_bulk(shared_address(s.keys[stage]) + at * RECORD, pool + page * stride + offset, bytes, bar);
-        }
+        if (at < min(left, TILE))
+            copy_bulk(keys + at * RECORD, pool + u64(s.place[((tile - first) << (6 - shift)) + lane]) * 16, bytes, bar);
     }
 };
 
@@ -115,15 +108,19 @@ indexer_logits(const u16* q, i64 q_stride_t, i64 q_stride_h, const u16* weights,
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
-    const Copier copier{pool, stride_page, page_shift, first, seen};
     const int shift = min(page_shift, 6);
+    const Copier copier{pool, shift, first, seen, lane};
     for (int i = threadIdx.x; i < (end - first) << (6 - shift); i += THREADS) {
         const int key = first * TILE + (i << shift);
-        s.pages[i] = key < seen ? table[row * table_stride + (key >> page_shift)] : -1;
+        if (key < seen) {
+            const i64 page = table[row * table_stride + (key >> page_shift)];
+            s.place[i] = u32((page * stride_page + (key & ((1 << page_shift) - 1)) * RECORD) >> 4);
+        }
     }
     __syncthreads();
     if (warp == 0)
-        for (int i = 0; i < STAGES && first + i < end; ++i) copier.copy(s, i, first + i);
+        for (int i = 0; i < STAGES && first + i < end; ++i)
+            copier.copy(s, shared_address(s.keys[i]), shared_address(&s.full[i]), first + i);
     if (first < end) place_query(s, q + query * q_stride_t, q_stride_h, heads, weights + query * w_stride);
     fence_async_shared();
     __syncthreads();
@@ -135,9 +132,9 @@ indexer_logits(const u16* q, i64 q_stride_t, i64 q_stride_h, const u16* weights,
     const u64 operand = wgmma_operand(shared_address(s.query), 16, 1024);
     const int own = 16 * warp + g;
 
+    int stage = 0, phase = 0;
     for (int tile = first; tile < end; ++tile) {
-        const int step = tile - first, stage = step % STAGES;
-        barrier_wait(shared_address(&s.full[stage]), (step / STAGES) & 1);
+        barrier_wait(shared_address(&s.full[stage]), phase);
         u32 code[2][4], scale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -148,24 +145,25 @@ indexer_logits(const u16* q, i64 q_stride_t, i64 q_stride_h, const u16* weights,
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&s.empty[stage]));
-        if (warp == 0 && step > 0 && tile - 1 + STAGES < end) {
-            const int freed = (step - 1) % STAGES;
-            barrier_wait(shared_address(&s.empty[freed]), ((step - 1) / STAGES) & 1);
-            copier.copy(s, freed, tile - 1 + STAGES);
+        if (warp == 0 && tile > first && tile - 1 + STAGES < end) {
+            // Refill the stage before this one: by now everyone has read it.
+            const int freed = (stage + STAGES - 1) % STAGES;
+            barrier_wait(shared_address(&s.empty[freed]), freed < stage ? phase : phase ^ 1);
+            copier.copy(s, shared_address(s.keys[freed]), shared_address(&s.full[freed]), tile - 1 + STAGES);
         }
-        u32 a[8][4], low[2], high[2], top[2];
+        u32 a[8][4], factor[2], top[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const u32 mine = prmt(scale[r], 0, 0x4440 + t), two = __vmaxu2(scale[r] & 0x00ff00ffu, (scale[r] >> 8) & 0x00ff00ffu);
             top[r] = max(two & 0xffffu, two >> 16);
-            scaled_table(top[r] - mine, low[r], high[r]);
+            factor[r] = top[r] - mine > 24 ? 0 : (30 - (top[r] - mine)) * 0x04000400u;
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 u32 pair[4];
-                decode(code[r][j], low[r], high[r], pair);
+                decode(code[r][j], factor[r], pair);
                 a[2 * j][r] = pair[0];
                 a[2 * j][2 + r] = pair[1];
                 a[2 * j + 1][r] = pair[2];
@@ -189,12 +187,13 @@ indexer_logits(const u16* q, i64 q_stride_t, i64 q_stride_h, const u16* weights,
         if (t == 0) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                int key = tile * TILE + own + 8 * r;
-                u32 bits = top[r] == 255 ? 0x7fc00000u : top[r] == 0 ? 0x00400000u : top[r] << 23;
-                float score = bf16_low(pack_bf16(sum[2 * r] * __uint_as_float(bits), 0.0f));
+                const int key = tile * TILE + own + 8 * r;
+                const u32 bits = top[r] == 255 ? 0x7fc00000u : top[r] == 0 ? 0x00400000u : top[r] << 23;
+                const float score = bf16_low(pack_bf16(sum[2 * r] * __uint_as_float(bits), 0.0f));
                 if (key < max_entries) out[key] = key < seen ? score : NEG_INF;
             }
         }
+        if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     for (int key = end * TILE + threadIdx.x; key < min(last * TILE, max_entries); key += THREADS) out[key] = NEG_INF;
 }

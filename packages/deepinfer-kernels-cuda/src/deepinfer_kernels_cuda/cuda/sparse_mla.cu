@@ -50,19 +50,36 @@ __device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
     return d;
 }
 
-// Eight e2m1 codes to the 16 bytes of a chunk.
-__device__ __forceinline__ void decode_e2m1(u32 w, u32 factor, u32 target) {
-    u32 a = ((w << 6) & 0x01c001c0u) | ((w << 12) & 0x80008000u), b = ((w << 2) & 0x01c001c0u) | ((w << 8) & 0x80008000u);
-    u32 c = ((w >> 2) & 0x01c001c0u) | ((w << 4) & 0x80008000u), d = ((w >> 6) & 0x01c001c0u) | (w & 0x80008000u);
-    store_shared4(target, multiply_bf16(a, factor), multiply_bf16(b, factor), multiply_bf16(c, factor), multiply_bf16(d, factor));
+// Two chunks at once: registers of one are not reused before the other is stored.
+__device__ __forceinline__ void store_chunks(u32 first, u32 second, const u32 (&x)[8]) {
+    asm volatile("st.shared.v4.u32 [%0], {%2, %3, %4, %5};\nst.shared.v4.u32 [%1], {%6, %7, %8, %9};" ::"r"(first), "r"(second),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]), "r"(x[6]), "r"(x[7])
+                 : "memory");
 }
 
-// Eight e4m3 codes, likewise.
-__device__ __forceinline__ void decode_e4m3(u32 low, u32 high, u32 factor, u32 target) {
-    u32 x[4] = {prmt(low, high, 0x4000), prmt(low, high, 0x5010), prmt(low, high, 0x6020), prmt(low, high, 0x7030)};
+// Sixteen e2m1 codes to two chunks of 16 bytes.
+__device__ __forceinline__ void decode_e2m1(u32 w, u32 v, u32 factor, u32 first, u32 second) {
+    u32 x[8];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = multiply_bf16(((x[i] >> 4) & 0x07f007f0u) | (x[i] & 0x80008000u), factor);
-    store_shared4(target, x[0], x[1], x[2], x[3]);
+    for (int i = 0; i < 2; ++i) {
+        const u32 c = i ? v : w;
+        x[4 * i] = ((c << 6) & 0x01c001c0u) | ((c << 12) & 0x80008000u);
+        x[4 * i + 1] = ((c << 2) & 0x01c001c0u) | ((c << 8) & 0x80008000u);
+        x[4 * i + 2] = ((c >> 2) & 0x01c001c0u) | ((c << 4) & 0x80008000u);
+        x[4 * i + 3] = ((c >> 6) & 0x01c001c0u) | (c & 0x80008000u);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = multiply_bf16(x[i], factor);
+    store_chunks(first, second, x);
+}
+
+// Sixteen e4m3 codes, likewise.
+__device__ __forceinline__ void decode_e4m3(const uint4& c, u32 factor, u32 first, u32 second) {
+    u32 x[8] = {prmt(c.x, c.y, 0x4000), prmt(c.x, c.y, 0x5010), prmt(c.x, c.y, 0x6020), prmt(c.x, c.y, 0x7030),
+                prmt(c.z, c.w, 0x4000), prmt(c.z, c.w, 0x5010), prmt(c.z, c.w, 0x6020), prmt(c.z, c.w, 0x7030)};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = multiply_bf16(((x[i] >> 4) & 0x07f007f0u) | (x[i] & 0x80008000u), factor);
+    store_chunks(first, second, x);
 }
 
 // What a producer thread holds of one step: 64 bytes of codes of one record, and their scales.
@@ -77,21 +94,22 @@ __device__ __forceinline__ uint4 load_codes(const u8* p) { return __ldg(reinterp
 struct Producer {
     const Records &window, &extra;
     i64 query;
-    int begin, window_tiles, own_window;  // first tile; tiles of the window in all; how many this block has
+    int begin, extra_tiles, own_extra;  // first tile; tiles of the other pool in all; how many of them this block has
     int warp, lane;
 
-    // A tile of the window takes two steps of 32 keys, a tile of the other pool one.
-    __device__ __forceinline__ bool in_window(int step) const { return step < 2 * own_window; }
-    __device__ __forceinline__ int tile(int step) const { return in_window(step) ? step >> 1 : step - own_window; }
+    // Tiles of the other pool come first and take one step; a tile of the window takes two, of 32 keys.
+    __device__ __forceinline__ bool in_window(int step) const { return step >= own_extra; }
+    __device__ __forceinline__ int half(int step) const { return (step - own_extra) & 1; }
+    __device__ __forceinline__ int tile(int step) const { return in_window(step) ? (step + own_extra) >> 1 : step; }
     __device__ __forceinline__ int row(int step) const {
-        return (in_window(step) ? (step & 1) * 32 + (warp >> 1) * 8 : warp * 8) + (lane & 7);
+        return (in_window(step) ? half(step) * 32 + (warp >> 1) * 8 : warp * 8) + (lane & 7);
     }
-    __device__ __forceinline__ bool starts_tile(int step) const { return !in_window(step) || (step & 1) == 0; }
-    __device__ __forceinline__ bool ends_tile(int step) const { return !in_window(step) || (step & 1) == 1; }
-    __device__ __forceinline__ int first_step(int tile) const { return tile + min(tile, own_window); }
+    __device__ __forceinline__ bool starts_tile(int step) const { return !in_window(step) || half(step) == 0; }
+    __device__ __forceinline__ bool ends_tile(int step) const { return !in_window(step) || half(step) == 1; }
+    __device__ __forceinline__ int first_step(int tile) const { return tile + max(tile - own_extra, 0); }
     __device__ __forceinline__ int slot(int step) const {
         int key = (begin + tile(step)) * TILE + row(step);
-        return in_window(step) ? window.slot(query, key) : extra.slot(query, key - window_tiles * TILE);
+        return in_window(step) ? window.slot(query, key - extra_tiles * TILE) : extra.slot(query, key);
     }
     __device__ __forceinline__ void fetch(int step, int slot, Piece& piece) const {
 #pragma unroll
@@ -124,8 +142,7 @@ struct Producer {
                 const int unit = (warp & 1) * 16 + quarter + 4 * i, chunk = (unit & 3) * 2;
                 const u32 bits = piece.scale[i] == 255 ? 0x7fc0u : min(piece.scale[i] + 60, 254u) << 7, factor = bits | bits << 16;
                 const u32 block = target + (unit >> 2) * BLOCK;
-                decode_e4m3(piece.code[i].x, piece.code[i].y, factor, block + ((chunk ^ swizzle) << 4));
-                decode_e4m3(piece.code[i].z, piece.code[i].w, factor, block + (((chunk + 1) ^ swizzle) << 4));
+                decode_e4m3(piece.code[i], factor, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
             }
         } else {
 #pragma unroll
@@ -139,10 +156,9 @@ struct Producer {
                     : "r"(halves));
                 const u32 both = pack_bf16(first * TWO_66, second * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
                 const u32 block = target + (unit >> 1) * BLOCK;
-                decode_e2m1(piece.code[i].x, f0, block + ((chunk ^ swizzle) << 4));
-                decode_e2m1(piece.code[i].y, f0, block + (((chunk + 1) ^ swizzle) << 4));
-                decode_e2m1(piece.code[i].z, f1, block + (((chunk + 2) ^ swizzle) << 4));
-                decode_e2m1(piece.code[i].w, f1, block + (((chunk + 3) ^ swizzle) << 4));
+                decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
+                decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4),
+                            block + (((chunk + 3) ^ swizzle) << 4));
             }
         }
     }
@@ -160,26 +176,22 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
     }
 }
 
-// Fill the tiles of this block but the second, records two steps ahead, slots three.
+// Fill the tiles of this block but the second, records one step ahead, slots two.
 __device__ __forceinline__ void produce(Shared& s, const Producer& p, int tiles) {
-    const int before = p.first_step(1), skipped = p.first_step(2) - before, steps = p.first_step(tiles) - (tiles > 1 ? skipped : 0);
-    auto number = [&](int i) { return i < before ? i : i + skipped; };
-    Piece piece[2];
-    int held[2], next;
-    held[0] = steps > 0 ? p.slot(0) : -1, held[1] = steps > 1 ? p.slot(number(1)) : -1, next = steps > 2 ? p.slot(number(2)) : -1;
-    if (steps > 0) p.fetch(0, held[0], piece[0]);
-    if (steps > 1) p.fetch(number(1), held[1], piece[1]);
-    for (int begin = 0; begin < steps; begin += 2) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (begin + i >= steps) break;
-            const int step = number(begin + i), tile = p.tile(step);
-            if (p.starts_tile(step)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
-            put(s, p, step, held[i], piece[i]);
-            held[i] = next;
-            if (begin + i + 2 < steps) p.fetch(number(begin + i + 2), next, piece[i]);
-            next = begin + i + 3 < steps ? p.slot(number(begin + i + 3)) : -1;
-        }
+    const int before = p.first_step(1), skipped = tiles > 1 ? p.first_step(2) - before : 0, steps = p.first_step(tiles);
+    if (steps == 0) return;
+    auto after = [&](int step) { return step + 1 == before ? before + skipped : step + 1; };
+    Piece piece;
+    int step = 0, coming = after(0), slot = p.slot(0), next = coming < steps ? p.slot(coming) : -1;
+    p.fetch(0, slot, piece);
+#pragma unroll 1
+    while (step < steps) {
+        const int tile = p.tile(step);
+        if (p.starts_tile(step)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
+        put(s, p, step, slot, piece);
+        step = coming, coming = after(step), slot = next;
+        if (step < steps) p.fetch(step, slot, piece);
+        next = coming < steps ? p.slot(coming) : -1;
     }
 }
 
@@ -214,16 +226,15 @@ __device__ __forceinline__ float quad_sum(float x) {
 // Heads of this block to shared memory, channels permuted, absent heads zero; and the second tile.
 __device__ __forceinline__ void prepare(Shared& s, const u16* q, i64 stride_h, int heads, const Producer& p, int tiles) {
     const int first = p.first_step(1), steps = tiles > 1 ? p.first_step(2) - first : 0;
-    const int slot[2] = {steps > 0 ? p.slot(first) : -1, steps > 1 ? p.slot(first + 1) : -1};
+    int slot = steps > 0 ? p.slot(first) : -1, next = steps > 1 ? p.slot(first + 1) : -1;
     uint4 value[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const int item = i * CONSUMERS + threadIdx.x, head = item >> 6;
         value[i] = head < heads ? load_codes(reinterpret_cast<const u8*>(q + head * stride_h + 8 * (item & 63))) : uint4{0, 0, 0, 0};
     }
-    Piece piece[2];
-    if (steps > 0) p.fetch(first, slot[0], piece[0]);
-    if (steps > 1) p.fetch(first + 1, slot[1], piece[1]);
+    Piece piece;
+    if (steps > 0) p.fetch(first, slot, piece);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const int item = i * CONSUMERS + threadIdx.x, head = item >> 6, chunk = item & 63;
@@ -232,8 +243,12 @@ __device__ __forceinline__ void prepare(Shared& s, const u16* q, i64 stride_h, i
         store_shared4(target, prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632), prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
     }
     fence_async_shared();
-    if (steps > 0) put(s, p, first, slot[0], piece[0]);
-    if (steps > 1) put(s, p, first + 1, slot[1], piece[1]);
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) {
+        put(s, p, first + i, slot, piece);
+        slot = next;
+        if (i + 1 < steps) p.fetch(first + 1, slot, piece);
+    }
 }
 
 // Probabilities of this group's own tile of a pair: packed fragments in `p`, also handed to the other group.
@@ -446,6 +461,7 @@ __device__ __forceinline__ void merge(Shared& s, Consumer& c, int rank, const Ou
     }
 }
 
+// Grid (cluster size, blocks of 64 heads, queries).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
            const u8* window, const void* window_slots, i64 w_stride_page, i64 w_stride_row, i64 w_slots_stride, int w_keys, int w_rows,
@@ -457,7 +473,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     Shared& s = *reinterpret_cast<Shared*>(memory + ((1024 - (shared_address(memory) & 1023)) & 1023));
     const int rank = cluster_rank(), size = cluster_size(), warp = threadIdx.x >> 5;
     const i64 query = blockIdx.z;
-    const int window_tiles = (w_keys + TILE - 1) / TILE, all = window_tiles + (x_keys + TILE - 1) / TILE;
+    const int extra_tiles = (x_keys + TILE - 1) / TILE, all = extra_tiles + (w_keys + TILE - 1) / TILE;
     const int begin = all * rank / size, tiles = all * (rank + 1) / size - begin;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
@@ -469,16 +485,16 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     __syncthreads();
     const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
     const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
-    const Producer producer{w, x, query, begin, window_tiles, min(max(window_tiles - begin, 0), tiles), warp & 7, int(threadIdx.x & 31)};
+    const Producer producer{w, x, query, begin, extra_tiles, min(max(extra_tiles - begin, 0), tiles), warp & 7, int(threadIdx.x & 31)};
     if (warp >= CONSUMERS / 32) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         produce(s, producer, tiles);
         if (size > 1) {
             cluster_sync();
             cluster_sync();
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
         const int first_head = blockIdx.y * 64, thread = threadIdx.x & 127, lane = threadIdx.x & 31;
         prepare(s, q + query * q_stride_n + first_head * q_stride_h, q_stride_h, heads - first_head, producer, tiles);
         named_sync(1, CONSUMERS);

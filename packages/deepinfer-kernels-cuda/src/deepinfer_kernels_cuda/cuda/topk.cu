@@ -7,8 +7,9 @@
 // 2. The keys that reach it go, in order, to the first block of the cluster, which selects among them digit by digit.
 // 3. Where too many reach it (ties), the threshold is found bit by bit by counting over the cluster instead.
 
-constexpr int THREADS = 1024, WARPS = THREADS / 32, VECTORS = 8, GROUPS = 4, ITEMS = 4 * VECTORS;
-constexpr int BINS = 4096, CAPACITY = 8192, MOST_BLOCKS = 8;
+// THREADS: 1024, or 256 for short rows.
+constexpr int WARPS = THREADS / 32, VECTORS = 8, GROUPS = 4, ITEMS = 4 * VECTORS, COUNTS = VECTORS * WARPS / 32;
+constexpr int BINS = 4096, OWN_BINS = BINS / THREADS, CAPACITY = 8192, MOST_BLOCKS = 8;
 
 struct Shared {
     u32 histogram[BINS];
@@ -36,14 +37,17 @@ __device__ __forceinline__ u32 block_sum(Shared& s, u32 x) {
     __syncthreads();
     if ((threadIdx.x & 31) == 0) s.sums[threadIdx.x >> 5] = x;
     __syncthreads();
-    return warp_sum(s.sums[threadIdx.x & 31]);
+    return warp_sum((threadIdx.x & 31) < WARPS ? s.sums[threadIdx.x & 31] : 0);
 }
 
 // The bin in which the `wanted`-th key from the top lies, and how many of that bin are needed (s.bin, s.rest, of s.filled), from
-// `n` <= 4 counts a thread of bins n * thread .. ; false where there are fewer keys.
-__device__ __forceinline__ bool find_bin(Shared& s, const u32 (&count)[4], u32 wanted) {
+// the counts of each thread's OWN_BINS bins; false where there are fewer keys.
+__device__ __forceinline__ bool find_bin(Shared& s, const u32 (&count)[OWN_BINS], u32 wanted) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    u32 own = count[0] + count[1] + count[2] + count[3], above = own;
+    u32 own = 0;
+#pragma unroll
+    for (int i = 0; i < OWN_BINS; ++i) own += count[i];
+    u32 above = own;
     for (int d = 1; d < 32; d *= 2) {
         u32 other = __shfl_down_sync(~0u, above, d);
         if (lane + d < 32) above += other;
@@ -51,11 +55,12 @@ __device__ __forceinline__ bool find_bin(Shared& s, const u32 (&count)[4], u32 w
     __syncthreads();
     if (lane == 0) s.sums[warp] = above;
     __syncthreads();
-    u32 later = warp_sum(lane > warp ? s.sums[lane] : 0), all = warp_sum(s.sums[lane]);
+    const u32 sum = lane < WARPS ? s.sums[lane] : 0, later = warp_sum(lane > warp ? sum : 0), all = warp_sum(sum);
     above += later - own;  // keys in bins over this thread's
-    for (int i = 3; i >= 0; --i) {
+#pragma unroll
+    for (int i = OWN_BINS - 1; i >= 0; --i) {
         if (above < wanted && above + count[i] >= wanted) {
-            s.bin = 4 * threadIdx.x + i;
+            s.bin = OWN_BINS * threadIdx.x + i;
             s.rest = wanted - above;
             s.filled = count[i];
         }
@@ -82,14 +87,18 @@ __device__ __forceinline__ u32 lower_bound(Shared& s, const u32 (&key)[ITEMS], u
     }
     const int size = cluster_size();
     size > 1 ? cluster_sync() : __syncthreads();
-    uint4 part[MOST_BLOCKS];
+    u32 count[OWN_BINS];
 #pragma unroll
-    for (int rank = 0; rank < MOST_BLOCKS; ++rank)
-        if (rank < size) part[rank] = peer_load4(peer_address(shared_address(s.histogram), rank) + 16 * threadIdx.x);
-    u32 count[4] = {0, 0, 0, 0};
+    for (int i = 0; i < OWN_BINS; i += 4) {
+        uint4 part[MOST_BLOCKS];
 #pragma unroll
-    for (int rank = 0; rank < MOST_BLOCKS; ++rank)
-        if (rank < size) count[0] += part[rank].x, count[1] += part[rank].y, count[2] += part[rank].z, count[3] += part[rank].w;
+        for (int rank = 0; rank < MOST_BLOCKS; ++rank)
+            if (rank < size) part[rank] = peer_load4(peer_address(shared_address(s.histogram + OWN_BINS * threadIdx.x + i), rank));
+        count[i] = count[i + 1] = count[i + 2] = count[i + 3] = 0;
+#pragma unroll
+        for (int rank = 0; rank < MOST_BLOCKS; ++rank)
+            if (rank < size) count[i] += part[rank].x, count[i + 1] += part[rank].y, count[i + 2] += part[rank].z, count[i + 3] += part[rank].w;
+    }
     return find_bin(s, count, k) ? max(s.bin << 20, 1u) : 1u;
 }
 
@@ -128,10 +137,10 @@ __device__ __forceinline__ u32 count_keys(Shared& s, const u32 (&key)[ITEMS], u3
     }
     __syncthreads();
     if (warp == 0) {
-        u32 own[8], sum = 0;
+        u32 own[COUNTS], sum = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            own[i] = s.counts[8 * lane + i];
+        for (int i = 0; i < COUNTS; ++i) {
+            own[i] = s.counts[COUNTS * lane + i];
             sum += own[i];
         }
         u32 before = sum;
@@ -142,8 +151,8 @@ __device__ __forceinline__ u32 count_keys(Shared& s, const u32 (&key)[ITEMS], u3
         if (lane == 31) s.totals[0] = before;
         before -= sum;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            s.counts[8 * lane + i] = before;
+        for (int i = 0; i < COUNTS; ++i) {
+            s.counts[COUNTS * lane + i] = before;
             before += own[i];
         }
     }
@@ -174,6 +183,10 @@ __device__ __forceinline__ void for_chosen(Shared& s, const u32 (&key)[ITEMS], u
     const u32 lower = (1u << lane) - 1;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
+        bool any = false;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) any |= room ? key[4 * v + j] >= floor : key[4 * v + j] > floor;
+        if (!__any_sync(~0u, any)) continue;
         u32 base = s.counts[v * WARPS + warp], above = above_before + (base & 0xffff), equal = equal_before + (base >> 16);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -204,9 +217,9 @@ __device__ __forceinline__ void select_listed(Shared& s, const Row& row, u32 tot
             for (u32 i = threadIdx.x; i < total; i += THREADS)
                 if ((s.key[i] & mask) == floor) atomicAdd(&s.histogram[(s.key[i] >> shift) & (bins - 1)], 1);
             __syncthreads();
-            u32 count[4];
+            u32 count[OWN_BINS];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) count[i] = s.histogram[4 * threadIdx.x + i];
+            for (int i = 0; i < OWN_BINS; ++i) count[i] = s.histogram[OWN_BINS * threadIdx.x + i];
             find_bin(s, count, wanted);
             floor |= s.bin << shift;
             mask |= u32(bins - 1) << shift;
@@ -224,7 +237,7 @@ __device__ __forceinline__ void select_listed(Shared& s, const Row& row, u32 tot
         const u32 a = __ballot_sync(~0u, above), e = __ballot_sync(~0u, equal);
         if (lane == 0) s.sums[warp] = __popc(a) | (__popc(e) << 16);
         __syncthreads();
-        const u32 own = s.sums[lane], before = warp_sum(lane < warp ? own : 0), all = warp_sum(own), lower = (1u << lane) - 1;
+        const u32 own = lane < WARPS ? s.sums[lane] : 0, before = warp_sum(lane < warp ? own : 0), all = warp_sum(own), lower = (1u << lane) - 1;
         const u32 rank = above_before + (before & 0xffff) + __popc(a & lower), tie = equal_before + (before >> 16) + __popc(e & lower);
         if (above || (equal && tie < room)) row.write(rank + min(tie, room), x, s.index[i]);
         above_before += all & 0xffff;
@@ -234,7 +247,7 @@ __device__ __forceinline__ void select_listed(Shared& s, const Row& row, u32 tot
     for (u32 i = min(total, k) + threadIdx.x; i < k; i += THREADS) row.out_index[i] = -1;
 }
 
-// Grid (chunks of a row, times cluster size; rows); `columns` <= 32768 columns a block, a multiple of 4.
+// Grid (chunks of a row, times cluster size; rows); `columns` <= 32 * THREADS columns a block, a multiple of 4.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 topk(const void* scores, i64 stride, const int* source, const int* lengths, int width, float* out_scores, int* out_index,
      int chunks, int k, int columns, int is_bf16, int wide_loads) {
