@@ -66,13 +66,15 @@ def indexer_logits(
     require_same_device(q, weights, pool, block_table, rows, visible)
     out = torch.empty(t, max_entries, dtype=torch.float32, device=q.device)
     if t and max_entries:
-        kernel = kernel or ("sm90" if _fits_indexer(q, weights, pool) else "portable")
+        kernel = kernel or ("sm90" if _fits_indexer(q, weights, pool, block_table, rows) else "portable")
         launch = _indexer_sm90 if kernel == "sm90" else _indexer_portable
         launch(q, weights, pool, block_table, rows, visible, out)
     return out
 
 
-def _fits_indexer(q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor) -> bool:
+def _fits_indexer(
+    q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor, table: torch.Tensor, rows: torch.Tensor
+) -> bool:
     """Whether the Hopper kernel serves these tensors: whole pages or quarters of a tile are copied in 16-byte units."""
     size = pool.shape[1]
     pages = size >= 4 and size & (size - 1) == 0
@@ -89,6 +91,9 @@ def _fits_indexer(q: torch.Tensor, weights: torch.Tensor, pool: torch.Tensor) ->
         and q.shape[2] == 128
         and pages
         and aligned
+        and weights.stride(1) == table.stride(1) == 1
+        and table.dtype == torch.int32
+        and rows.dtype in (torch.int32, torch.int64)
     )
 
 
