@@ -88,6 +88,10 @@ def test_the_budget_is_ours_and_goes_where_the_machine_is_cheap(told):
     assert report["budget"] <= 18 * report["steps"]
 
 
+def test_a_rank_that_does_not_lead_takes_what_the_first_one_says(told):
+    assert told["follower"] == {"tokens_of_5_cost": 3.0, "temperatures": [1.5, 1.25, 2.0, 1.0]}
+
+
 def test_the_log_says_what_is_going_on(told):
     assert "Adaptive verification is planned by deepinfer-specdec." in told["log"]
     assert "DeepInfer prices" in told["log"]
@@ -295,6 +299,26 @@ def refusal():
         del compat.METHODS["gone"]
 
 
+class Follower:
+    """A tensor-parallel group as one of its other ranks sees it."""
+
+    rank_in_group = 1
+
+    def broadcast_object(self, own, src):
+        assert src == 0
+        return [(1, 2.0)], [(8, 3.0)], [1.5, 1.25, 2.0, 1.0]
+
+
+def follow(manager):
+    from deepinfer_specdec.adapters.vllm import verification
+
+    group, verification.get_tp_group = verification.get_tp_group, Follower
+    manager._publish()
+    verification.get_tp_group = group
+    prices = manager._prices.verify.seconds(5)
+    return {"tokens_of_5_cost": float(prices), "temperatures": manager._temperatures.tolist()}
+
+
 def main(folder):
     write_models(folder)
     library = prepare_vllm()
@@ -348,6 +372,7 @@ def main(folder):
         "tokens": tokens, "counted": counted, "report": llm.collective_rpc("speculation_report")[0],
         "raw": manager._raw[slots][used].tolist(), "ranked_by": manager._confidence_probs[slots][used].tolist(),
     }  # fmt: skip
+    found["follower"] = follow(manager)
     llm.llm_engine.engine_core.shutdown()
     afterwards.append(names())
     found["names_afterwards"] = afterwards
