@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -46,14 +46,19 @@ class DSparkModel(nn.Module):
         return [layer.context(injected, positions) for layer in self._stack()]
 
     def block(
-        self, anchors: Tensor, positions: Tensor, context: Context, embedding: Tensor, mask: Tensor | None = None
+        self,
+        anchors: Tensor,
+        positions: Tensor,
+        context: Iterable[tuple[Tensor, Tensor]],
+        embedding: Tensor,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Hidden states h [B, N * K, hidden] of N blocks a row, after the final norm.
 
         Args:
             anchors: int64 [B, N], the last known tokens.
             positions: int64 [B, N], their positions.
-            context: from `context`.
+            context: keys and values layer by layer, from `context` or a cache of it.
             embedding: the target's, [V, hidden].
             mask: bool [B, N * K, C + N * K], True where visible; None: everything is.
         """

@@ -16,6 +16,8 @@ from deepinfer_offline.models.base import DraftChooser, DraftedBlocks, ForwardBa
 from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.ops.attention.base import GROUP
 
+_MAX_GATHERED = 1 << 26  # values of a draft layer's context that are gathered at once
+
 Pools = tuple[torch.Tensor, ...]
 """By draft layer: [blocks, block_size, 2, kv_heads, head_dim], keys and values of the injected context."""
 
@@ -87,18 +89,37 @@ class LlamaDraft:
             embedding: the target's, [vocab, hidden].
             logits: the target's head: [n, hidden] -> float32 [n, vocab].
         """
-        rows, width = len(anchors), self.config.block_size
-        blocks, visible = self._visible(positions, tables)
-        context = []
-        for pool in pools:
-            found = pool.index_select(0, blocks.flatten()).view(rows, -1, *pool.shape[2:])
-            context.append((found[:, :, 0].transpose(1, 2), found[:, :, 1].transpose(1, 2)))
-        own = visible.new_ones(rows, width)
-        mask = torch.cat((visible, own), dim=1).unsqueeze(1).expand(-1, width, -1)
-        hidden = self._model.block(anchors[:, None], positions[:, None], context, embedding, mask)
-        base = logits(hidden.flatten(0, 1)).unflatten(0, (rows, width))
+        size = self._slab(positions)
+        parts = [slice(start, start + size) for start in range(0, len(anchors), size)]
+        hidden = torch.cat([self._block(anchors[p], positions[p], tables[p], pools, embedding) for p in parts])
+        base = logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
         tokens, confidence = self._model.sequential(base, hidden, anchors, choose)
         return DraftedBlocks(tokens, confidence)
+
+    def _block(
+        self,
+        anchors: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        pools: Pools,
+        embedding: torch.Tensor,
+    ) -> torch.Tensor:
+        """Hidden states of the parallel stage, [r, K, hidden]."""
+        rows, width = len(anchors), self.config.block_size
+        blocks, visible = self._visible(positions, tables)
+        own = visible.new_ones(rows, width)
+        mask = torch.cat((visible, own), dim=1).unsqueeze(1).expand(-1, width, -1)
+
+        def context(pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            found = pool.index_select(0, blocks.flatten()).view(rows, -1, *pool.shape[2:])
+            return found[:, :, 0].transpose(1, 2), found[:, :, 1].transpose(1, 2)
+
+        return self._model.block(anchors[:, None], positions[:, None], map(context, pools), embedding, mask)
+
+    def _slab(self, positions: torch.Tensor) -> int:
+        """Rows whose context of one layer is gathered at once."""
+        longest = min(int(positions.max()), self.config.window or 1 << 30) + 2 * self._block_size
+        return max(1, _MAX_GATHERED // (2 * longest * self.config.num_kv_heads * self.config.head_dim))
 
     def _places(self, batch: ForwardBatch) -> torch.Tensor:
         """int64 [T], where each token's context goes in the flattened pools; block 0, which nobody reads, below a write floor.
