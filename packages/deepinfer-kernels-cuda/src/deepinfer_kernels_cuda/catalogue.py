@@ -140,8 +140,8 @@ _NATIVE: tuple[NativeSpec, ...] = (
     NativeSpec("indexer_logits", "indexer.cu", min_mma=10, quick=True),
     NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256",), quick=True),
     NativeSpec("topk-1024", "topk.cu", 84 * 1024, ("THREADS=1024",), max_stack=192),
-    NativeSpec("experts_up", "experts.cu", 204 * 1024, min_mma=64),
-    NativeSpec("experts_down", "experts.cu", 204 * 1024, min_mma=64),
+    NativeSpec("experts_up", "experts.cu", 204 * 1024, min_mma=32),
+    NativeSpec("experts_down", "experts.cu", 204 * 1024, min_mma=32),
     NativeSpec("experts_up_wide", "experts.cu", 204 * 1024, min_mma=16),
     NativeSpec("experts_down_wide", "experts.cu", 204 * 1024, min_mma=16),
 )
