@@ -1,3 +1,6 @@
+import logging
+import os
+
 import pytest
 import torch
 from deepinfer_offline.engine.vllm.cpu import ops, plugin
@@ -33,12 +36,18 @@ def test_plugin_steps_aside_for_an_accelerator(monkeypatch, tmp_path):
 def test_plugin_serves_the_stock_wheel_without_an_accelerator(monkeypatch):
     monkeypatch.setattr(plugin, "ACCELERATOR_NODES", ())
     monkeypatch.setattr(plugin, "version", lambda name: "0.33.0")
+    monkeypatch.setenv(plugin.BUILD_SWITCH, "0")
     assert plugin.register() == plugin.PLATFORM
+    assert os.environ[plugin.BUILD_SWITCH] == "0"  # what the user has set stands
+    monkeypatch.delenv(plugin.BUILD_SWITCH)
+    assert plugin.register() == plugin.PLATFORM
+    assert os.environ[plugin.BUILD_SWITCH] == "1"
 
 
 def test_plugin_names_a_version_that_it_does_not_know(monkeypatch, caplog):
     monkeypatch.setattr(plugin, "ACCELERATOR_NODES", ())
     monkeypatch.setattr(plugin, "version", lambda name: "0.34.1")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM turns it off, where it is imported
     assert plugin.register() is None
     assert "vLLM 0.34.1 is installed, this plugin knows 0.33.x only" in caplog.text
 

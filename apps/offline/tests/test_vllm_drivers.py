@@ -95,11 +95,11 @@ def test_an_aborted_request_leaves_its_copy(driver):
     assert driver._engine.aborted == ["a"]
 
 
-def test_closing_stops_the_engine(driver):
+def test_closing_stops_the_engine_and_what_still_runs(driver):
+    driver.add("a", [1], "slow", 0)
+    task = driver._tasks["a"]
     driver.close()
-    engine = driver._engine
-    for _ in range(100):
-        if engine.closed:
-            return
-        asyncio.run(asyncio.sleep(0.01))
-    raise AssertionError("the engine was not shut down")
+    assert driver._engine.closed
+    assert task.cancelled()
+    assert not driver._thread.is_alive()
+    driver.close()  # twice is once

@@ -81,7 +81,8 @@ class ParallelDriver:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
+        self._thread.start()
         self._engine = asyncio.run_coroutine_threadsafe(_open(arguments), self._loop).result()
         self.config = self._engine.vllm_config
         self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -128,8 +129,18 @@ class ParallelDriver:
         return [outcome for _, outcome in found]
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._engine.shutdown)
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _end(self) -> None:
+        self._engine.shutdown()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def _forget(self, request_id: str) -> None:
         if self._tasks.pop(request_id, None) is not None:

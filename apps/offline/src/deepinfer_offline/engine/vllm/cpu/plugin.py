@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -12,6 +13,10 @@ SUPPORTED = "0.33."
 # Device nodes that a driver of NVIDIA, AMD, Ascend or Intel creates. Asking torch instead would initialise a device
 # context in the front-end process, before vLLM decides how to start its workers.
 ACCELERATOR_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager", "/dev/accel", "/dev/dri/renderD128")
+
+# A dependency of vLLM's CUDA wheel (humming-kernels) builds CUDA kernels in the background when it is imported: two more
+# processes for each one of vLLM's, which take the cores from the model for a minute and cannot succeed without CUDA.
+BUILD_SWITCH = "HUMMING_DISABLE_PARALLEL_BUILD"
 
 # vLLM configures only its own loggers at this point, so the one line must go through them to be seen.
 logger = logging.getLogger("vllm.deepinfer")
@@ -37,6 +42,7 @@ def register() -> str | None:
     """Return the platform's class path for vLLM, or None. Called by vLLM in every process, sometimes twice."""
     reason = reason_not_to_serve()
     if reason is None:
+        os.environ.setdefault(BUILD_SWITCH, "1")
         logger.info("No accelerator found: DeepInfer runs vLLM on the CPU in plain torch.")
         return PLATFORM
     logger.log(
