@@ -5,7 +5,10 @@ same tokens as plain decoding's. Speculation is forced, so drafts are verified w
 
 Sampled: many answers to one prompt that invites repetition, drawn with other seeds than plain decoding's, so that the two
 are independent samples. Two-sample chi-square tests of first tokens, of second tokens and of both pairs must not tell them
-apart (p >= 0.001); a control, plain decoding at temperature 0.9, must be told apart with p < 1e-6, or the test has no power.
+apart (p >= 0.001); a control, a quarter as many plain answers at temperature 0.9, must be told apart with p < 1e-6, or the
+test has no power.
+With `--tally DIR` every 512 answers are kept there, so a call that was ended goes on where it stopped, and `--samples`
+draws the three samples in several processes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -30,19 +34,21 @@ SCHEMA = {
     "required": ["place", "year"],
     "additionalProperties": False,
 }
+SAMPLES = ("plain", "drafts", "control")
+CHUNK = 512  # answers to one request
 LEAST = 10  # answers of a kind from which it has a cell of its own
 
 
-def chi_square(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[float, int, float]:
+def chi_square(first: Counter[Hashable], second: Counter[Hashable]) -> tuple[float, int, float]:
     """(statistic, degrees of freedom, p) of the two-sample test that both were drawn from one distribution.
 
     Kinds seen fewer than `LEAST` times in both samples together share a cell.
     """
-    counts = Counter(first), Counter(second)
-    total = counts[0] + counts[1]
+    counts = first, second
+    total = first + second
     kinds = [kind for kind, count in total.items() if count >= LEAST]
     table = torch.tensor([[float(count[kind]) for kind in kinds] for count in counts], dtype=torch.float64)
-    rest = torch.tensor([[len(first)], [len(second)]], dtype=torch.float64) - table.sum(1, keepdim=True)
+    rest = torch.tensor([[first.total()], [second.total()]], dtype=torch.float64) - table.sum(1, keepdim=True)
     if float(rest.sum()) >= LEAST:
         table = torch.cat([table, rest], 1)
     expected = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / table.sum()
@@ -61,33 +67,81 @@ def make(speculative: bool, batch: int) -> LLM:
     return llm
 
 
-def draw(llm: LLM, draws: int, seed: int, temperature: float = 1.0) -> list[tuple[int, ...]]:
-    """The first three tokens of `draws` answers to the same prompt."""
-    found: list[tuple[int, ...]] = []
-    for place, start in enumerate(range(0, draws, 512)):
-        count = min(512, draws - start)
-        params = SamplingParams(n=count, max_tokens=3, temperature=temperature, seed=seed + place, ignore_eos=True)
-        found += [tuple(answer.token_ids) for answer in llm.generate([ECHO], params)[0].outputs]
-    return found
+class Tally:
+    """How often each answer of three tokens came up in one sample, kept in a file if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._kept: dict[str, Any] = {"draws": 0, "counts": {}, "verified": 0, "accepted": 0}
+        if path is not None and path.exists():
+            self._kept = json.loads(path.read_text())
+
+    @property
+    def draws(self) -> int:
+        return self._kept["draws"]
+
+    @property
+    def speculation(self) -> tuple[int, int]:
+        """Drafts verified and accepted."""
+        return self._kept["verified"], self._kept["accepted"]
+
+    def add(self, answers: list[tuple[int, ...]], verified: int, accepted: int) -> None:
+        """Take in the next answers, and write the file."""
+        for answer in answers:
+            key = " ".join(map(str, answer))
+            self._kept["counts"][key] = self._kept["counts"].get(key, 0) + 1
+        self._kept["draws"] += len(answers)
+        self._kept["verified"] += verified
+        self._kept["accepted"] += accepted
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self._kept))
+
+    def view(self, part: slice) -> Counter[Hashable]:
+        """Counts of a part of the answers."""
+        found: Counter[Hashable] = Counter()
+        for key, count in self._kept["counts"].items():
+            found[tuple(key.split())[part]] += count
+        return found
 
 
-def sampled(draws: int) -> dict[str, Any]:
-    """p-values of speculative against plain draws, and of the control."""
-    plain, guessing = make(False, 64), make(True, 64)
-    samples = {"plain": draw(plain, draws, 1), "drafts": draw(guessing, draws, 1_000_001)}
-    samples["control"] = draw(plain, draws, 2_000_001, temperature=0.9)
-    report = guessing.stats().extra["speculation"]
-    plain.close()
-    guessing.close()
+def fill(tally: Tally, name: str, draws: int) -> None:
+    """Draw until the tally of a sample has `draws` answers. Where it stopped gives the seed."""
+    if tally.draws >= draws:
+        return
+    llm = make(name == "drafts", 64)
+    verified = accepted = 0
+    while (start := tally.draws) < draws:
+        params = SamplingParams(
+            n=min(CHUNK, draws - start),
+            max_tokens=3,
+            temperature=0.9 if name == "control" else 1.0,
+            seed=SAMPLES.index(name) * 1_000_000 + start,
+            ignore_eos=True,
+        )
+        answers = [tuple(answer.token_ids) for answer in llm.generate([ECHO], params, use_tqdm=False)[0].outputs]
+        report = llm.stats().extra.get("speculation", {"verified_tokens": 0, "accepted_tokens": 0})
+        seen = report["verified_tokens"], report["accepted_tokens"]
+        tally.add(answers, seen[0] - verified, seen[1] - accepted)
+        verified, accepted = seen
+    llm.close()
+
+
+def sampled(draws: int, folder: Path | None, names: Sequence[str]) -> dict[str, Any]:
+    """Draw what is missing of the samples `names`; tests of those that are complete against plain ones."""
+    tallies = {name: Tally(None if folder is None else folder / f"{name}.json") for name in SAMPLES}
+    wanted = {"plain": draws, "drafts": draws, "control": draws // 4}
+    for name in names:
+        fill(tallies[name], name, wanted[name])
+    verified, accepted = tallies["drafts"].speculation
+    found: dict[str, Any] = {"draws": draws, "verified": verified, "accepted": accepted, "complete": True}
     views = {"first": slice(0, 1), "second": slice(1, 2), "pair 1-2": slice(0, 2), "pair 2-3": slice(1, 3)}
-    found: dict[str, Any] = {
-        "draws": draws,
-        "verified": report["verified_tokens"],
-        "accepted": report["accepted_tokens"],
-    }
-    for name in ("drafts", "control"):
+    for name in SAMPLES[1:]:
+        if tallies[name].draws < wanted[name] or tallies["plain"].draws < draws:
+            found["complete"] = False
+            continue
         for view, part in views.items():
-            result = chi_square([t[part] for t in samples["plain"]], [t[part] for t in samples[name]])
+            result = chi_square(tallies["plain"].view(part), tallies[name].view(part))
             found[f"{name}, {view}"] = dict(zip(("chi2", "df", "p"), result, strict=True))
     return found
 
@@ -137,6 +191,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--grammar", choices=("off", "on", "both"), default="both")
     parser.add_argument("--draws", type=int, default=20_000, help="0 leaves the sampled part out")
+    parser.add_argument("--tally", type=Path, help="folder of the samples' counts")
+    parser.add_argument("--samples", choices=SAMPLES, nargs="+", default=list(SAMPLES), help="to draw in this call")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     forms = {"off": [False], "on": [True], "both": [False, True]}[args.grammar]
@@ -149,13 +205,16 @@ def run(argv: list[str]) -> int:
                 print("greedy: " + ", ".join(f"{name} {value}" for name, value in cell.items()), flush=True)
     good = all(cell["equal"] == cell["answers"] for cell in found["greedy"])
     if args.draws:
-        found["sampled"] = sampled(args.draws)
+        found["sampled"] = sampled(args.draws, args.tally, args.samples)
         tests = {name: value for name, value in found["sampled"].items() if isinstance(value, dict)}
         good &= all(test["p"] >= 1e-3 for name, test in tests.items() if name.startswith("drafts"))
-        good &= min(test["p"] for name, test in tests.items() if name.startswith("control")) < 1e-6
+        powers = [test["p"] for name, test in tests.items() if name.startswith("control")]
+        good &= found["sampled"]["complete"] and min(powers, default=1.0) < 1e-6
         if not args.json:
             print(f"sampled: {args.draws} draws, {found['sampled']['verified']} drafts verified", end=", ")
-            print(f"{found['sampled']['accepted']} accepted")
+            print(
+                f"{found['sampled']['accepted']} accepted" + ("" if found["sampled"]["complete"] else "; not complete")
+            )
             for name, test in tests.items():
                 print(f"  {name:18} chi2 {test['chi2']:9.1f}  df {test['df']:4}  p {test['p']:.3g}")
     if args.json:

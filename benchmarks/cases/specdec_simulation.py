@@ -3,7 +3,8 @@ differ.
 
 `paper` is Algorithm 1 with its early stop, `production` the paper's asynchronous rule; `planned` and `live` are
 DeepInfer's rules for asynchronous and synchronous loops. Compare planned with production, and live with paper: each
-pair has the same information.
+pair has the same information. The bar on mixed loads is for two requests and more: one alone is no mix, since at any
+time one length is the best for all that runs.
 """
 
 from __future__ import annotations
@@ -74,14 +75,15 @@ def run(argv: list[str]) -> int:
             steps = max(args.steps, min(2000, 20_000 // rows))
             r = compare(Workload(rows, **options), steps, args.seeds)  # type: ignore[arg-type]
             kept &= r["planned"] >= NOISE * r["production"] and r["live"] >= NOISE * r["paper"]
-            kept &= name != MIXED or r["planned"] >= GAIN * r["fixed"]
+            kept &= name != MIXED or rows < 2 or r["planned"] >= GAIN * r["fixed"]
             if args.json:
                 print(json.dumps({"load": name, "rows": rows, **r}), flush=True)
                 continue
             print(f"{name:16} {rows:4} {r['fixed']:7.0f} k={r['length']} {r['paper']:7.0f}", end=" ")
             print(f"{r['production']:10.0f} | {r['planned']:7.0f} {r['live']:7.0f} |", end=" ")
             ratios = (r["planned"] / r["fixed"], r["planned"] / r["production"], r["live"] / r["paper"])
-            print("{:13.3f} {:11.3f} {:12.3f}".format(*ratios), flush=True)
+            note = "  one request: no mix, no bar" if name == MIXED and rows < 2 else ""
+            print("{:13.3f} {:11.3f} {:12.3f}".format(*ratios) + note, flush=True)
     return 0 if kept else 1
 
 

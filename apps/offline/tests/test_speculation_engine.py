@@ -26,7 +26,8 @@ def engines():
     made = {
         mode: LLM(speculative=mode, dtype="float32", max_model_len=512, kv_memory="64MiB") for mode in ("off", "suffix")
     }
-    made["suffix"]._engine._parts.speculation.force()  # verify even where this machine's clock says it does not pay
+    # Verify even where this machine's clock says that it does not pay.
+    made["suffix"].engine._parts.speculation.force()  # pyrefly: ignore
     yield made
     for llm in made.values():
         llm.close()

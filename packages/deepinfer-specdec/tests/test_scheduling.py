@@ -244,6 +244,26 @@ def test_step_costs_learn_a_line() -> None:
     assert costs.needs_plain(4)
 
 
+def test_plain_steps_are_wanted_for_steps_of_their_own_size() -> None:
+    """A batch that fills and drains passes the sizes between often; each is not asked for anew every time."""
+    costs = StepCosts()
+    for rows in (16, 16, 4, 4):
+        costs.observe(rows, 0, 0.001 * rows)
+    for _ in range(31):
+        costs.observe(16, 8, 0.020)
+    assert not costs.needs_plain(16, fresh=32)
+    assert not costs.needs_plain(4, fresh=4)
+    for _ in range(2):
+        costs.observe(15, 8, 0.020)
+    assert costs.needs_plain(16, fresh=32)
+    assert not costs.needs_plain(4, fresh=4)
+    costs.observe(14, 0, 0.014)
+    assert not costs.needs_plain(16, fresh=32)
+    for _ in range(70):
+        costs.observe(16, 8, 0.020)
+    assert costs.needs_plain(4, fresh=4)  # the machine may have changed since
+
+
 def test_step_costs_keep_kinks() -> None:
     """9 drafts fill a tile that 8 begin, so they are cheaper: a smooth curve would hide where to aim."""
     costs = StepCosts()
@@ -264,8 +284,8 @@ def test_plain_steps_are_priced_between_what_was_measured(seed: int, fixed: floa
     """A true line with 10 % noise and outliers: medians over half an octave are within 15 %, also where nothing was run."""
     rng = np.random.default_rng(seed)
     costs = StepCosts()
-    for rows in np.repeat([1, 2, 3, 5, 8, 13, 21, 34, 64], 15):
-        noise = rng.uniform(0.95, 1.05) if rng.random() < 0.9 else 3.0
+    for place, rows in enumerate(np.repeat([1, 2, 3, 5, 8, 13, 21, 34, 64], 15)):
+        noise = rng.uniform(0.95, 1.05) if place % 9 else 3.0
         costs.observe_ahead(int(rows), (fixed + per_row * rows) * noise)
     for rows in (1, 4, 7, 16, 40, 64):
         assert costs.ahead(rows) == pytest.approx(fixed + per_row * rows, rel=0.15)
@@ -317,7 +337,7 @@ def test_a_row_far_ahead_of_the_others_is_worth_its_own_part_of_a_step() -> None
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 32))
-def test_no_draft_below_the_floor_is_ever_in_the_best_budget(seed: int, rows: int) -> None:
+def test_the_best_budget_never_rests_on_drafts_below_the_floor(seed: int, rows: int) -> None:
     rng = np.random.default_rng(seed)
     width = 6
     seconds = 0.01 + np.concatenate([[0.0], np.cumsum(rng.uniform(0.0, 0.002, rows * width))])
@@ -326,7 +346,7 @@ def test_no_draft_below_the_floor_is_ever_in_the_best_budget(seed: int, rows: in
     tokens = expected_tokens(survivals)
     budget = int(((rows + tokens) / seconds[: tokens.size]).argmax())
     ranked = np.sort(survivals.ravel())[::-1]
-    assert (ranked[:budget] >= floor).all()
+    assert budget == 0 or ranked[:budget].mean() >= 2.0 * floor - 1e-12
 
 
 def test_tokens_of_a_sample_stand_for_the_whole() -> None:

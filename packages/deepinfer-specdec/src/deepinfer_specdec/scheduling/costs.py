@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 _GRID = np.unique(np.round(2.0 ** np.arange(0, 12.01, 0.5)).astype(np.int64))  # 1, 2, 3, 4, 6, 8, 11, 16, ...
 _WINDOW = 15  # measurements kept per point
 _ENOUGH = 3  # measurements from which a median is believed; also what the smooth line weighs against a point's own
+_STALE = 16
 _NEAR = 1.25  # row counts within this ratio cost about the same per row
 _PLAIN_WINDOW = 7  # the same for plain steps, which are measured rarely while speculation is on
 _HOST_SHARE = 0.06
@@ -125,7 +126,8 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._ahead, self._alone = _Plain(), _Plain()
-        self._measured_at: dict[int, list[int]] = {}  # rows -> [plain measurements, step of the last one]
+        self._plain_seen: dict[int, list[int]] = {}  # rows -> [plain measurements, step of the last one]
+        self._unchecked: dict[int, int] = {}  # rows -> steps with drafts since a plain one like them
         self._step = 0
         self._extra: dict[int, _Extra] = {}
         self._host = _Medians()
@@ -137,10 +139,13 @@ class StepCosts:
 
     def needs_plain(self, rows: int, fresh: int = 64) -> bool:
         """Whether a step without drafts should be run to know what speculation is measured against: nothing like it was
-        measured (twice), or not in the last `fresh` steps.
+        measured (twice), not for `fresh` steps like it, or not for `_STALE` times as many of any kind.
         """
-        near = [seen for size, seen in self._measured_at.items() if size <= rows * _NEAR and rows <= size * _NEAR]
-        return sum(seen[0] for seen in near) < 2 or self._step - max(seen[1] for seen in near) > fresh
+        near = [seen for size, seen in self._plain_seen.items() if _alike(size, rows)]
+        if sum(count for count, _ in near) < 2:
+            return True
+        unchecked = sum(steps for size, steps in self._unchecked.items() if _alike(size, rows))
+        return unchecked > fresh or self._step - max(step for _, step in near) > _STALE * fresh
 
     def ahead(self, rows: int) -> float:
         """Seconds that a step of `rows` sequences takes the loop that runs ahead; 0 when nothing was measured.
@@ -197,6 +202,7 @@ class StepCosts:
             self._alone.add(rows, seconds)
             return
         self._step += 1
+        self._unchecked[rows] = self._unchecked.get(rows, 0) + 1
         if self.known:
             self._extra.setdefault(load_of(rows), _Extra()).add(drafts, max(0.0, seconds - self.alone(rows)))
 
@@ -210,8 +216,16 @@ class StepCosts:
 
     def _see_plain(self, rows: int) -> None:
         self._step += 1
-        seen = self._measured_at.setdefault(rows, [0, 0])
+        seen = self._plain_seen.setdefault(rows, [0, 0])
         seen[:] = seen[0] + 1, self._step
+        for size in self._unchecked:
+            if _alike(size, rows):
+                self._unchecked[size] = 0
+
+
+def _alike(size: int, rows: int) -> bool:
+    """Whether steps of `size` and of `rows` sequences cost about the same per row."""
+    return size <= rows * _NEAR and rows <= size * _NEAR
 
 
 _NOTHING = _Extra()

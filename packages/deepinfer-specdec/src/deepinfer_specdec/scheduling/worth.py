@@ -28,10 +28,11 @@ def token_worth(finish: NDArray[np.floating], fixed_share: float) -> NDArray[np.
 
 
 def worthless_below(rows: int, seconds: NDArray[np.float64]) -> float:
-    """Survival below which no draft can be worth its time.
+    """Survival below which drafts are not worth their time.
 
-    Plain decoding gives rows / seconds[0] tokens a second. A draft that is added at the cheapest rate the curve has
-    anywhere must give at least as many; half of that is allowed for, since curves are measured.
+    Plain decoding gives rows / seconds[0] tokens a second. The drafts of any budget that beats it survive on average at
+    least as often as drafts must that are added at the cheapest average rate the curve has anywhere. Half of that is the
+    floor: curves are measured, and a kink may make single drafts cheaper than the average.
 
     Args:
         rows: sequences in the step.

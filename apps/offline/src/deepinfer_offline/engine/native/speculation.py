@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.runner import ModelRunner, StepResult
 
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
-_SHARE = 0.008  # of the time, for drafts that nobody verifies
+_SHARE = 0.004  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
 _START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
 _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
 _MODEST = 1.35  # gain below which what it is measured against must be known well
-_OFTEN, _RARELY = 20, 64  # steps between two without drafts while on
+_OFTEN, _RARELY = 32, 64  # steps of a size between two without drafts while on
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
 _PACE_RATE = 0.15  # weight of one verification in a sequence's pace
 
@@ -105,10 +105,11 @@ class Speculation:
             return
         worth = self._worth(rows)
         limits = self._limits(rows)
-        draft = within_grammars(self._following.draft(rows, limits, self._floor(worth)), rows, limits)
+        seconds = self._seconds(len(rows))
+        draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
         fresh = _OFTEN if self._switches.current.gain < _MODEST else _RARELY
         self._comparing = not self._forced and self._costs.needs_plain(draft.rows, fresh)
-        lengths = self._lengths(draft, worth)
+        lengths = self._lengths(draft, worth, seconds)
         for answer, made, value, length, ids in zip(
             rows, draft.counts.tolist(), worth.tolist(), lengths.tolist(), draft.token_ids.tolist(), strict=True
         ):
@@ -197,11 +198,11 @@ class Speculation:
         if rows:
             worth = self._worth(running)
             limits = self._limits(rows)
-            draft = within_grammars(self._following.draft(rows, limits, self._floor(worth)), rows, limits)
+            seconds = self._seconds(decodes)
+            draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
             of = dict(zip((answer.seq.seq_id for answer in running), worth.tolist(), strict=True))
             value = draft.survivals() * np.array([[of[answer.seq.seq_id]] for answer in rows], np.float32)
             tokens = scaled_tokens(expected_tokens(value), len(rows), decodes)
-            seconds = self._costs.synchronous(decodes, tokens.size - 1)
             best = self._best(decodes, tokens, seconds)
             without, along = (1.0 + float(tokens[best]) / decodes) * self._costs.ahead(decodes), float(seconds[best])
             self._best_gain = max(self._best_gain, without / along)
@@ -220,30 +221,30 @@ class Speculation:
             chosen.append(answer)
         return chosen
 
-    def _lengths(self, draft: Draft, worth: np.ndarray) -> np.ndarray:
+    def _lengths(self, draft: Draft, worth: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """How much of each row's draft to verify, int32 [R]: the best budget, spent where drafts save most."""
         if self._fixed is not None:
             return np.minimum(draft.counts, self._fixed).astype(np.int32)
         if self._comparing or not self._costs.known:
             return np.zeros(draft.rows, np.int32)
         value = draft.survivals() * worth[:, None]
-        tokens = expected_tokens(value)
-        budget = self._best(draft.rows, tokens, self._costs.synchronous(draft.rows, tokens.size - 1))
-        return admit(value, draft.counts, budget)
+        return admit(value, draft.counts, self._best(draft.rows, expected_tokens(value), seconds))
 
     def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
         """Drafts to verify by the best rate over all budgets; 0 unless it is clearly better than none."""
-        rate = (rows + tokens) / seconds
+        rate = (rows + tokens) / seconds[: tokens.size]
         budget = int(rate.argmax())
         return budget if rate[budget] >= _EDGE * rate[0] else 0
 
-    def _floor(self, worth: np.ndarray) -> float:
+    def _seconds(self, rows: int) -> np.ndarray:
+        """float64 [n + 1], what synchronous steps with 0 to all the drafts that `rows` sequences may have take."""
+        return self._costs.synchronous(rows, rows * self._following.drafter.max_draft)
+
+    def _floor(self, worth: np.ndarray, seconds: np.ndarray) -> float:
         """Survival below which no draft of rows of this `worth` [R] can pay."""
-        rows = len(worth)
         if self._fixed is not None or not self._costs.known:
             return 0.0
-        seconds = self._costs.synchronous(rows, rows * self._following.drafter.max_draft)
-        return worthless_below(rows, seconds) / float(worth.max())
+        return worthless_below(len(worth), seconds) / float(worth.max())
 
     def _worth(self, rows: Sequence[Answer]) -> np.ndarray:
         """What an accepted token of each row saves against the average, float64 [R]."""
