@@ -111,13 +111,13 @@ OPS: dict[str, OpSupport] = {
 }
 
 
-def is_supported(op: str, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
+def is_supported(op: str, device: torch.device | str, dtype: torch.dtype | None = None) -> str | None:
     """Why an op does not run on a device, or None if it does.
 
     Args:
         op: A name of `OPS`.
         device: A torch device.
-        dtype: Activation dtype.
+        dtype: Activation dtype; None asks about the device only.
 
     Returns:
         A reason in one sentence, or None.
@@ -128,7 +128,7 @@ def is_supported(op: str, device: torch.device | str, dtype: torch.dtype = torch
     if reason is not None:
         return reason
     entry = OPS[op]
-    if dtype not in {_DTYPES[name] for name in entry.dtypes}:
+    if dtype is not None and dtype not in {_DTYPES[name] for name in entry.dtypes}:
         return f"{op} takes {', '.join(entry.dtypes)}, not {dtype}"
     if torch.device(device).type == "cpu" and interpreting():
         return None if "portable" in entry.kernels else f"{op} has no kernel that Triton's interpreter runs"
@@ -151,7 +151,7 @@ class CapabilityRow:
     note: str
 
 
-def capability_table(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> list[CapabilityRow]:
+def capability_table(device: torch.device | str, dtype: torch.dtype | None = None) -> list[CapabilityRow]:
     """For every op: the kernel that serves the device, or why none does, and whether it ever ran on that hardware."""
     arch = device_arch(device)
     rows = []
