@@ -44,6 +44,10 @@ def test_captured_output_can_be_shown(capfd):
 def test_frames_around_a_reason_are_stripped():
     pydantic = "ValidationError: 1 validation error for ModelConfig\n  Value error, too long. [type=value_error, input_value=x]"
     assert tidy(pydantic) == "too long."
+    field = (
+        "ValidationError: 1 validation error for CacheConfig\ncache_dtype\n  Value error, no 'fp3'. [type=value_error]"
+    )
+    assert tidy(field) == "cache_dtype: no 'fp3'."
     worker = "RuntimeError: Worker failed with error 'no room.', please check the stack trace above for the root cause"
     assert tidy(worker) == "no room."
     assert tidy("OSError: plain") == "OSError: plain"
@@ -56,6 +60,10 @@ def test_advice_is_given_in_flags_of_this_command_line():
         "Model architectures ['FooForCausalLM'] are not supported for now. Supported architectures: dict_keys([...])"
     )
     assert tidy(model) == "this vLLM has no model FooForCausalLM; --engine native may have it"
+    context = (
+        "User-specified max_model_len (99999) is greater than the derived max_model_len (max_position=2048.0 or ..."
+    )
+    assert tidy(context) == "--max-model-len 99999 is more than the model's context of 2048 tokens"
     heads = "Total number of attention heads (9) must be divisible by tensor parallel size (2)."
     assert tidy(heads) == "9 attention heads cannot be spread over 2 workers: --tensor-parallel must divide 9"
 

@@ -98,7 +98,7 @@ def parse_value(name: str, text: str, known: type) -> Any:
         except json.JSONDecodeError as error:
             raise EngineStartError(f"--engine-arg {name}: {text!r} is not JSON ({error})") from error
     if kinds & {int, float, bool} and str not in kinds:
-        names = ", ".join(sorted(getattr(k, "__name__", str(k)) for k in kinds))
+        names = " or ".join(sorted("none" if k is type(None) else getattr(k, "__name__", str(k)) for k in kinds))
         raise EngineStartError(f"--engine-arg {name}: {text!r} is not of type {names}")
     return text
 

@@ -20,6 +20,13 @@ _ADVICE = (
     (r"Model architectures \['(.+?)'\] are not supported for now.*", r"this vLLM has no model \1; --engine native may have it"),
     (r"Total number of attention heads \((\d+)\) must be divisible by tensor parallel size \((\d+)\).*",
      r"\1 attention heads cannot be spread over \2 workers: --tensor-parallel must divide \1"),
+    (r"User-specified max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=(\d+).*",
+     r"--max-model-len \1 is more than the model's context of \2 tokens"),
+    (r"Couldn't instantiate the backend tokenizer.*",
+     "the model's folder has no tokenizer that can be read: is tokenizer.json there?"),
+    (r"SafetensorError: (.*)", r"a weight file is cut off or damaged: \1"),
+    (r"start \(\d+\) \+ length \((\d+)\) exceeds dimension size \((\d+)\).*",
+     r"the weights are not of the size that config.json asks for: \2 where \1 is wanted"),
 )  # fmt: skip
 _EMPTY = ("Engine core initialization failed", "WorkerProc initialization failed", "See root cause")
 
@@ -35,8 +42,10 @@ def root_cause(log: str) -> str | None:
 
 def tidy(cause: str) -> str:
     """Strip what libraries wrap around a reason: pydantic's frame, vLLM's quoting of a worker's error."""
+    cause = re.sub(r"^\w+: \d+ validation errors? for \w+\n(\S+)\n", r"\1: ", cause)  # the field that is wrong
     cause = " ".join(cause.split())
-    cause = re.sub(r"^\w+: \d+ validation errors? for \w+ (?:Value error, )?", "", cause)
+    cause = re.sub(r"^\w+: \d+ validation errors? for \w+ ", "", cause)
+    cause = re.sub(r"^(\S+: )?Value error, ", lambda found: found[1] or "", cause)
     cause = re.sub(r" \[type=.*$", "", cause)
     quoted = re.match(r"^\w+: Worker failed with error '(.*)', please check the stack trace", cause)
     cause = quoted[1] if quoted else cause

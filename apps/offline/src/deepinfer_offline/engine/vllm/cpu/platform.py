@@ -68,10 +68,13 @@ class TorchCpuPlatform(CpuPlatform):
         if "all" not in compilation.custom_ops and "none" not in compilation.custom_ops:
             compilation.custom_ops.append("none")  # forward_native of every layer
         scheduler = vllm_config.scheduler_config
-        decided = scheduler.async_scheduling
-        super().check_and_update_config(vllm_config)
-        scheduler.async_scheduling = decided  # vLLM's CPU platform always turns it off; its CPU runner can do it
         parallel = vllm_config.parallel_config
+        planning, executor = scheduler.async_scheduling, parallel.distributed_executor_backend
+        super().check_and_update_config(vllm_config)
+        scheduler.async_scheduling = planning  # vLLM's CPU platform always turns it off; its CPU runner can do it
+        # And it moves a lone worker to a process of its own, to pin its threads. The engine core then spins on a core
+        # while it waits, so that one is set aside for it; in one process all cores compute.
+        parallel.distributed_executor_backend = executor
         share_cores(parallel.local_world_size * parallel.data_parallel_size_local)
 
     @classmethod
