@@ -5,3 +5,11 @@ import os
 # Tests are many small processes on shared machines: threads that spin for each other would make them crawl there.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+try:
+    from hypothesis import settings
+except ImportError:  # a package's tests without properties
+    pass
+else:
+    settings.register_profile("deepinfer", deadline=None)  # a busy machine is no failure
+    settings.load_profile("deepinfer")

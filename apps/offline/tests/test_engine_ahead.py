@@ -90,6 +90,8 @@ class CycleMatcher:
 
 
 class CycleGrammar:
+    notes = ()
+
     def __init__(self, fails_at: int = -1) -> None:
         self.fails_at = fails_at
 

@@ -63,11 +63,16 @@ def test_grouped_output(t, heads, n, groups, rank, pairs, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("t", "s", "d", "m"), [(5, 4, 96, 40), (1, 2, 64, 16), (0, 4, 64, 16)] + ([] if INTERPRET else [(70, 4, 5120, 6144)])
+    ("t", "s", "d", "m"),
+    [(5, 4, 96, 40), (1, 2, 64, 16), (0, 4, 64, 16)] + ([] if INTERPRET else [(70, 4, 5120, 6144)]),
 )
 def test_engram(t, s, d, m, dtype) -> None:
     streams, memory = rand(t, s, d, dtype=dtype), rand(t, m, dtype=dtype)
-    wkv, q_weight, k_weight = rand((s + 1) * d, m, dtype=dtype) * m**-0.5, rand(s, d, dtype=dtype), rand(s, d, dtype=dtype)
+    wkv, q_weight, k_weight = (
+        rand((s + 1) * d, m, dtype=dtype) * m**-0.5,
+        rand(s, d, dtype=dtype),
+        rand(s, d, dtype=dtype),
+    )
     want = portable.engram_update(streams, memory, wkv, q_weight, k_weight, eps=1e-20)
     out = kernels.engram_update(streams, memory, wkv, q_weight, k_weight, eps=1e-20)
     assert out.shape == (t, s, d)

@@ -162,7 +162,9 @@ def insert_kernel(
     here = at < rows
     slot = tl.load(slots + at, mask=here, other=-1).to(tl.int64)
     column = tl.arange(0, D)
-    value = tl.load(x + at[:, None] * stride + column[None, :], mask=here[:, None] & (column < WIDTH)[None, :], other=0.0)
+    value = tl.load(
+        x + at[:, None] * stride + column[None, :], mask=here[:, None] & (column < WIDTH)[None, :], other=0.0
+    )
     if NORM:
         value = _normed(value, weight, eps, WIDTH, D)
     a, b = _rotated(value, cos, sin, at, table_stride, here, ROWS, WIDTH, D, PAIRS)
@@ -315,7 +317,9 @@ def gather_v4_kernel(pool, slots, count, pool_slots, out, stride_page, PAGE: tl.
     scales = page + PAGE * 576 + (slot % PAGE) * 8
     scale = e8m0_value(tl.load(scales[:, None] + group[None, :], mask=valid & (group < 7)[None, :], other=127))
     tail = (base + 448).to(tl.pointer_type(tl.bfloat16))
-    plain = tl.load(tail[:, None] + (column - 448)[None, :], mask=valid & (column >= 448)[None, :], other=0.0).to(tl.float32)
+    plain = tl.load(tail[:, None] + (column - 448)[None, :], mask=valid & (column >= 448)[None, :], other=0.0).to(
+        tl.float32
+    )
     value = tl.where((column < 448)[None, :], _scaled(_fp8_value(code, HARDWARE), scale, ROWS, 512, 64), plain)
     target = out + row[:, None] * 512 + column[None, :]
     tl.store(target, tl.where(valid, value, 0.0).to(out.dtype.element_ty), mask=(row < count)[:, None])

@@ -129,7 +129,9 @@ def limit_kernel(weights, temperatures, top_k, top_p, limits, vocab, HAS_K: tl.c
                 for step in range(15):
                     unit = 1 << (28 - 2 * step)
                     one, two, three = _mass_over(base, unit, vocab, reached + unit, BLOCK)
-                    reached += unit * ((one >= goal).to(tl.int32) + (two >= goal).to(tl.int32) + (three >= goal).to(tl.int32))
+                    reached += unit * (
+                        (one >= goal).to(tl.int32) + (two >= goal).to(tl.int32) + (three >= goal).to(tl.int32)
+                    )
                 least = tl.maximum(least, reached)
     tl.store(limits + row, least.to(tl.float32, bitcast=True))
 
@@ -246,7 +248,9 @@ def accept_kernel(guesses, counts, target, t_row, t_place, proposal, p_row, p_pl
 
 
 @triton.jit
-def excess_kernel(target, t_row, t_place, proposal, p_row, p_place, weights, counts, sums, vocab, K, BLOCK: tl.constexpr):
+def excess_kernel(
+    target, t_row, t_place, proposal, p_row, p_place, weights, counts, sums, vocab, K, BLOCK: tl.constexpr
+):
     """Grid (chunks, R (K - 1)): sums of max(0, w_k p - q) over a chunk, k = 1 .. K - 1; float64 [R, K - 1, chunks]."""
     item = tl.program_id(1).to(tl.int64)
     row = item // (K - 1)
@@ -315,7 +319,9 @@ def emit_masses_kernel(target, t_row, t_place, proposal, p_row, p_place, accepte
     other = proposal
     if RESIDUAL:
         other = proposal + sequence * p_row + tl.minimum(place, K - 1) * p_place
-    _store_pieces(masses + row * pieces, _emitted(base, other, column, vocab, factor, rejected, RESIDUAL), pieces, BLOCK)
+    _store_pieces(
+        masses + row * pieces, _emitted(base, other, column, vocab, factor, rejected, RESIDUAL), pieces, BLOCK
+    )
 
 
 @triton.jit
