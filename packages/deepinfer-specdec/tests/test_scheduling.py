@@ -244,6 +244,13 @@ def test_step_costs_learn_a_line() -> None:
     assert costs.needs_plain(4)
 
 
+def test_a_plain_step_that_was_held_up_is_not_believed_against_another() -> None:
+    costs = StepCosts()
+    costs.observe_ahead(8, 0.030)
+    costs.observe_ahead(8, 0.020)
+    assert costs.ahead(8) == 0.020
+
+
 def test_plain_steps_are_wanted_for_steps_of_their_own_size() -> None:
     """A batch that fills and drains passes the sizes between often; each is not asked for anew every time."""
     costs = StepCosts()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
 _SHARE = 0.004  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
 _START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
+_URGENT = 3  # forecasts on credit after one that promised a gain: that many decide
 _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
@@ -69,6 +70,7 @@ class Speculation:
         self._switches = LoadSwitches()
         self._costs = StepCosts()
         self._credit = WorkCredit(_SHARE, _START, _SAVED)
+        self._urgent = 0  # forecasts that may still be made on credit
         self._drafted: dict[int, tuple[int, float]] = {}  # sequence -> drafts made for the next step, worth of a token
         self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
         self.statistics = SpeculationStatistics()
@@ -145,7 +147,8 @@ class Speculation:
             if self._trial and steady and self._steps[False] > _TRIAL_AFTER:
                 self._trial = False
                 self._switches.meet(decodes).try_on()
-            elif self._credit.ready and self._costs.known:
+            elif self._costs.known and (self._credit.ready or self._urgent):
+                self._urgent = _URGENT if self._credit.ready else self._urgent - 1
                 self._probe(decodes, answers)
         if not self._forced:
             self._turn(decodes, synchronous, answers)
@@ -206,7 +209,10 @@ class Speculation:
             best = self._best(decodes, tokens, seconds)
             without, along = (1.0 + float(tokens[best]) / decodes) * self._costs.ahead(decodes), float(seconds[best])
             self._best_gain = max(self._best_gain, without / along)
-            self._switches.current.expect(without, along)
+            switch = self._switches.current
+            if without < switch.options.enter * along:
+                self._urgent = 0
+            switch.expect(without, along)
         self._credit.spend(time.perf_counter() - begin)
 
     def _sample(self, rows: list[Answer]) -> list[Answer]:
