@@ -31,6 +31,13 @@ def test_asynchronous_scheduling_is_vllms_decision(tiny_llama, wanted):
     assert configure(tiny_llama, **chosen).scheduler_config.async_scheduling is (wanted is not False)
 
 
+def test_a_lone_worker_lives_with_the_engine_core(tiny_llama, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert configure(tiny_llama).parallel_config.distributed_executor_backend == "uni"
+    chosen = configure(tiny_llama, distributed_executor_backend="mp")
+    assert chosen.parallel_config.distributed_executor_backend == "mp"
+
+
 def test_workers_beyond_the_memory_nodes_share_cores(tiny_llama, monkeypatch):
     from vllm.platforms import current_platform
     from vllm.utils.cpu_resource_utils import get_visible_memory_node
@@ -49,3 +56,22 @@ def test_workers_beyond_the_memory_nodes_share_cores(tiny_llama, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     configure(tiny_llama, tensor_parallel_size=workers)
     assert os.environ["OMP_NUM_THREADS"] == "7"  # what the user has set stands
+
+
+def test_no_cuda_kernels_are_built_in_the_background(monkeypatch):
+    """The switch is the one that the library reads: with it no process is started, without it two are."""
+    from humming.ops import utils as launcher
+    from humming.utils import nvrtc
+    from vllm.platforms import current_platform
+
+    assert current_platform.is_cpu()
+    started = []
+    monkeypatch.setattr("humming.utils.jit.popen_and_reap", lambda command, **_: started.append(command))
+    builds = [launcher.build_humming_launcher_in_bg, nvrtc.build_nvrtc_compile_binary_in_bg]
+    for build in builds:
+        build()
+    assert not started
+    monkeypatch.delenv("HUMMING_DISABLE_PARALLEL_BUILD")
+    for build in builds:
+        build()
+    assert len(started) == 2

@@ -3,10 +3,13 @@
 There is no CUDA device here, so the kernel runs in Triton's interpreter.
 """
 
+import json
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
-import torch
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -40,29 +43,44 @@ def log():
     logger.setLevel(level)
 
 
-def ask(llm):
+ACTING = """
+import json, sys
+import torch
+from vllm import LLM, SamplingParams
+
+prompts, arguments, sampling = json.loads(sys.argv[1])
+llm = LLM(**arguments)
+with torch.profiler.profile() as profile:
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(**sampling), use_tqdm=False)
+calls = {event.key: event.count for event in profile.key_averages() if event.key.startswith("deepinfer_kernels::")}
+print(json.dumps([[list(o.outputs[0].token_ids) for o in outputs], calls]))
+"""
+
+
+def test_the_kernel_acts_and_tokens_stay(start_llm, tiny_llama):
     prompts = [[5, 6, 7, 8] * 6, [9, 10, 11] * 5]
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [list(o.outputs[0].token_ids) for o in outputs]
-
-
-def test_the_kernel_acts_and_tokens_stay(start_llm, table, monkeypatch, request):
-    from deepinfer_kernels_cuda.adapters.vllm import plugin
-
-    plain = ask(start_llm())
-    log = request.getfixturevalue("log")  # only now: vLLM sets up its loggers when an engine starts
-    monkeypatch.setenv("DEEPINFER_KERNELS", "rms_norm")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    plugin.register()
-    plugin.register()
-    assert [line for line in log if "replaces RMSNorm (rms_norm)" in line]
-    llm = start_llm()
-    with torch.profiler.profile() as profile:
-        replaced = ask(llm)
-    calls = {event.key: event.count for event in profile.key_averages()}
+    sampling = {"temperature": 0, "max_tokens": 10, "ignore_eos": True, "detokenize": False}
+    arguments = {
+        "model": str(tiny_llama), "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024,
+        "kv_cache_memory_bytes": 1 << 20, "block_size": 16,
+    }  # fmt: skip
+    outputs = start_llm().generate(
+        [{"prompt_token_ids": p} for p in prompts], SamplingParams(**sampling), use_tqdm=False
+    )
+    plain = [list(o.outputs[0].token_ids) for o in outputs]
+    # In a process of its own: Triton asks for its interpreter once, when it is imported.
+    done = subprocess.run(
+        [sys.executable, "-c", ACTING, json.dumps([prompts, arguments, sampling])],
+        env=os.environ | {"DEEPINFER_KERNELS": "rms_norm", "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    replaced, calls = json.loads(done.stdout.splitlines()[-1])
     assert replaced == plain
     steps = calls["deepinfer_kernels::rms_norm"]  # the first norm of a step has no residual yet, its four others have
+    assert steps >= sampling["max_tokens"]
     assert calls["deepinfer_kernels::add_rms_norm"] == 4 * steps
 
 
