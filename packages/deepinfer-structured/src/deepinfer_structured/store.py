@@ -16,6 +16,9 @@ from deepinfer_structured.engines import llguidance
 from deepinfer_structured.lowering import Lowered
 from deepinfer_structured.spec import Spec
 
+MOST_BYTES = 256 << 20
+"""Size of a folder of grammars unless said otherwise."""
+
 
 def _package_version() -> str:
     try:
@@ -28,10 +31,14 @@ class GrammarStore:
     """A folder of lowered grammars, keyed by specification, options and library versions.
 
     Files are written whole and renamed, so several processes may share the folder; a damaged file counts as absent.
+
+    Args:
+        folder: where the files are; made when the first is written.
+        most_bytes: size of the folder's grammars; the oldest go when a new one exceeds it.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, most_bytes: int = MOST_BYTES) -> None:
+        self.folder, self.most_bytes = Path(folder), most_bytes
 
     def _path(self, spec: Spec, options: Options) -> Path:
         key = repr((spec, options, _package_version(), llguidance.version))
@@ -55,3 +62,24 @@ class GrammarStore:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump(asdict(found), file)
             os.replace(name, self._path(spec, options))
+            self._trim()
+
+    def _trim(self) -> None:
+        """Delete the oldest grammars beyond the size; one that another process deletes meanwhile is no error."""
+        found = [
+            (status.st_mtime_ns, status.st_size, path)
+            for path in self.folder.glob("*.json")
+            if (status := _status(path))
+        ]
+        excess = sum(size for _, size, _ in found) - self.most_bytes
+        for _, size, path in sorted(found):
+            if excess <= 0:
+                break
+            path.unlink(missing_ok=True)
+            excess -= size
+
+
+def _status(path: Path) -> os.stat_result | None:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat()
+    return None
