@@ -294,7 +294,7 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
     KernelSpec("step_inputs", "kernels.v41_step:step_inputs_kernel",
         "header=*i32 header_stride=i32 flat=*i32 token_ids=*i64 positions=*i64 rows=i32", {"B": 128}),
     KernelSpec("cache_slots", "kernels.llama_rows:cache_slots_kernel",
-        "query_starts=*i32 seq_lens=*i32 write_floors=*i32 table=*i32 table_stride=i32 slots=*i64", {"BLOCK": 32, "BT": 128},
+        "query_starts=*i32 seq_lens=*i32 write_floors=*i32 table=*i32 table_stride=i32 slots=*i64", {"BLOCK": 32, "BT": 128, "PDL": True},
         options={"num_warps": 1}),
     KernelSpec("llama_norm", "kernels.llama_rows:llama_norm_kernel",
         "x=*bf16 stride=i32 weight=*bf16 out=*bf16 out_stride=i32 rows=i32 width=i32 eps=fp32", {"D": 1024, "BR": 4, "PDL": True},
