@@ -6,7 +6,16 @@ import json
 import warnings
 
 import jsonschema
-from deepinfer_structured import LimitExceeded, Options, Spec, UnsatisfiableSchema, UnsupportedSchema, compile_spec
+import pytest
+from deepinfer_structured import (
+    LimitExceeded,
+    Limits,
+    Options,
+    Spec,
+    UnsatisfiableSchema,
+    UnsupportedSchema,
+    compile_spec,
+)
 from deepinfer_structured.bitmask import allowed_tokens
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -119,3 +128,18 @@ def test_whatever_the_masks_allow_is_valid(byte_vocabulary, schema, numbers):
             assert _valid(schema, value), f"generated {bytes(text)!r}"
             return
         text.append(token)
+
+
+@pytest.mark.parametrize("max_cases", [1, 2, 256])
+def test_branches_of_one_of_stay_exclusive_where_alternatives_are_cut(byte_vocabulary, max_cases):
+    """Which alternatives a limit cuts says nothing about whether two branches share a value."""
+    either = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    wide = {"type": "object", "allOf": [either, {"anyOf": [{"maxProperties": 9}, {"maxProperties": 8}]}]}
+    schema = {"oneOf": [{"type": "object", "required": ["b"], "properties": {"a": False}}, wide]}
+    grammar = compile_spec(Spec.json_schema(schema), byte_vocabulary, Options(limits=Limits(max_cases=max_cases)))
+    for text, valid in ((b'{"b":1}', False), (b'{"a":1}', True)):
+        matcher = grammar.matcher()
+        accepted = matcher.accept_text(text) and matcher.is_accepting
+        assert valid or not accepted
+        if max_cases == 256:
+            assert accepted == valid

@@ -64,7 +64,7 @@ def cases_of(solver: Solver, node: Node, type_: str, holds: bool) -> list[c.Case
             try:
                 found = found + [c.unseen(case) for case in factor.fails()]
             except UnsupportedSchema as error:
-                solver.dropped[error] = None
+                solver.drop(error)
     if solver.document.uses_unevaluated:
         return _unevaluated(solver, node, type_, found) if holds else _narrowed(solver, node, type_, found)
     return found
@@ -185,10 +185,12 @@ def _one_of(solver: Solver, node: Node, type_: str) -> Iterator[Factor]:
     branches = _branches(solver, node, "oneOf")
 
     def holds() -> list[c.Case]:
+        before = solver.losses
         unions = [solver.of_node(b, type_, True) for b in branches]
+        complete = solver.losses == before  # only then does "they do not meet" mean that the branches do not
         found: list[c.Case] = []
         for i, own in enumerate(unions):
-            others = [b for j, b in enumerate(branches) if j != i and _overlap(solver, own, unions[j])]
+            others = [b for j, b in enumerate(branches) if j != i and not (complete and _apart(solver, own, unions[j]))]
             for other in others:
                 own = solver.meet(own, solver.of_node(other, type_, False))
             found += own
@@ -205,8 +207,10 @@ def _one_of(solver: Solver, node: Node, type_: str) -> Iterator[Factor]:
     yield Factor(holds, fails)
 
 
-def _overlap(solver: Solver, left: list[c.Case], right: list[c.Case]) -> bool:
-    return any(solver.meet_two(a, b) is not None for a in left for b in right)
+def _apart(solver: Solver, left: list[c.Case], right: list[c.Case]) -> bool:
+    """Whether two unions surely share no value."""
+    before = solver.losses
+    return all(solver.meet_two(a, b) is None for a in left for b in right) and solver.losses == before
 
 
 def _not(solver: Solver, node: Node, type_: str) -> Iterator[Factor]:
@@ -257,7 +261,7 @@ def _narrowed(solver: Solver, node: Node, type_: str, found: list[c.Case]) -> li
     keyword = {"object": "unevaluatedProperties", "array": "unevaluatedItems"}.get(type_, "")
     if node.draft >= 2019 and node.schema.get(keyword, True) is not True:
         reason = "values that fail it are not expressible where the schema must not hold"
-        solver.dropped[UnsupportedSchema(node.pointer, keyword, reason, "state what such values are like")] = None
+        solver.drop(UnsupportedSchema(node.pointer, keyword, reason, "state what such values are like"))
     return found
 
 

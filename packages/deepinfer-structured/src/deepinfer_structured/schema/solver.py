@@ -34,8 +34,10 @@ class Solver:
         self.options = options
         self.notes: dict[str, None] = {}
         self.dropped: dict[UnsupportedSchema, None] = {}
+        self.losses = 0  # grows with every union that leaves values out, and with every later use of such a union
         self._cases: dict[tuple[Obligation, str], list[c.Case]] = {}
         self._of_node: dict[tuple[Node, str, bool], list[c.Case]] = {}
+        self._lossy: set[Any] = set()  # keys of the two above whose union leaves values out
         self._running: set[tuple[Node, str, bool]] = set()
         self._satisfiable: dict[Obligation, bool] = {}
         self.path: list[Node] = []  # schemas being worked on, outermost first: where a limit was hit
@@ -55,27 +57,40 @@ class Solver:
         key = (obligation, type_)
         if key not in self._cases:
             self.check_time()
+            before = self.losses
             found: list[c.Case] = [c.ANY[type_]]
             for node, holds in obligation:
                 found = self.meet(found, self.of_node(node, type_, holds))
             self._cases[key] = found
+            if self.losses > before:
+                self._lossy.add(key)
+        self.losses += key in self._lossy
         return self._cases[key]
 
     def of_node(self, node: Node, type_: str, holds: bool) -> list[c.Case]:
         """The values of a type for which a schema holds (or fails)."""
         key = (node, type_, holds)
         if key in self._of_node:
+            self.losses += key in self._lossy
             return self._of_node[key]
         if key in self._running:
             raise UnsupportedSchema(node.pointer, "$ref", "it refers to itself without end", "remove the circle")
         self._running.add(key)
         self.path.append(node)
+        before = self.losses
         try:
             self._of_node[key] = self.simplify(keywords.cases_of(self, node, type_, holds))
         finally:
             self.path.pop()
             self._running.discard(key)
+        if self.losses > before:
+            self._lossy.add(key)
         return self._of_node[key]
+
+    def drop(self, error: UnsupportedSchema) -> None:
+        """Leave values out of the union being made, and remember why."""
+        self.dropped[error] = None
+        self.losses += 1
 
     def meet(self, left: list[c.Case], right: list[c.Case]) -> list[c.Case]:
         """Pairwise intersection of two unions."""
@@ -91,6 +106,7 @@ class Solver:
             self.notes[
                 f"only {self.options.limits.max_cases} of {len(found)} combinations of alternatives are used"
             ] = None
+            self.losses += 1
             found = found[: self.options.limits.max_cases]
         return found
 
@@ -169,6 +185,7 @@ class Solver:
         if obligation in (TOP, NEVER):
             return obligation == TOP
         if obligation not in self._satisfiable:
+            before = self.losses
             self._satisfiable[obligation] = True  # assumed while the answer is computed: recursion does not refute
             running, self._running = self._running, set()  # a value inside a value: no circle in place
             try:
@@ -177,6 +194,10 @@ class Solver:
                 return True
             finally:
                 self._running = running
+            if self.losses > before:
+                self._lossy.add(obligation)
+        if not self._satisfiable[obligation]:  # what looks empty may only have lost its values
+            self.losses += obligation in self._lossy
         return self._satisfiable[obligation]
 
     def holds(self, obligation: Obligation, value: Any) -> bool:

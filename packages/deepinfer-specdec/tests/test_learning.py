@@ -1,0 +1,240 @@
+"""What a run learns: costs of steps, the worth of a token, credit for side work, and the switch of each load."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from deepinfer_specdec import (
+    SpeculationStatistics,
+)
+from deepinfer_specdec.errors import SpecDecodeError
+from deepinfer_specdec.scheduling.budget import expected_tokens
+from deepinfer_specdec.scheduling.costs import StepCosts
+from deepinfer_specdec.scheduling.credit import WorkCredit
+from deepinfer_specdec.scheduling.switch import LoadSwitches, SpeculationSwitch
+from deepinfer_specdec.scheduling.worth import scaled_tokens, token_worth, worthless_below
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def test_step_costs_learn_a_line() -> None:
+    costs = StepCosts()
+    assert costs.needs_plain(4)
+    for _ in range(3):
+        costs.observe(4, 0, 0.010)
+    assert not costs.needs_plain(4)
+    assert costs.needs_plain(16)
+    guess = costs.extra(4, 16)
+    assert (np.diff(guess) > 0).all()
+    for _ in range(5):
+        costs.observe(4, 8, 0.012)
+    learned = costs.extra(4, 16)
+    assert learned[8] == pytest.approx(0.002)
+    assert learned[16] == pytest.approx(guess[16] * learned[8] / guess[8])
+    for _ in range(70):
+        costs.observe(4, 8, 0.012)
+    assert costs.needs_plain(4)
+
+
+def test_a_plain_step_that_was_held_up_is_not_believed_against_another() -> None:
+    costs = StepCosts()
+    costs.observe_ahead(8, 0.030)
+    costs.observe_ahead(8, 0.020)
+    assert costs.ahead(8) == 0.020
+
+
+def test_plain_steps_are_wanted_for_steps_of_their_own_size() -> None:
+    """A batch that fills and drains passes the sizes between often; each is not asked for anew every time."""
+    costs = StepCosts()
+    for rows in (16, 16, 4, 4):
+        costs.observe(rows, 0, 0.001 * rows)
+    for _ in range(31):
+        costs.observe(16, 8, 0.020)
+    assert not costs.needs_plain(16, fresh=32)
+    assert not costs.needs_plain(4, fresh=4)
+    for _ in range(2):
+        costs.observe(15, 8, 0.020)
+    assert costs.needs_plain(16, fresh=32)
+    assert not costs.needs_plain(4, fresh=4)
+    costs.observe(14, 0, 0.014)
+    assert not costs.needs_plain(16, fresh=32)
+    for _ in range(70):
+        costs.observe(16, 8, 0.020)
+    assert costs.needs_plain(4, fresh=4)  # the machine may have changed since
+
+
+def test_step_costs_keep_kinks() -> None:
+    """9 drafts fill a tile that 8 begin, so they are cheaper: a smooth curve would hide where to aim."""
+    costs = StepCosts()
+    true = {6: 0.003, 8: 0.006, 9: 0.004, 11: 0.005}
+    for _ in range(15):
+        costs.observe(16, 0, 0.020)
+        for drafts, seconds in true.items():
+            costs.observe(16, drafts, 0.020 + seconds)
+    extra = costs.extra(16, 16)
+    assert extra[8] > 1.2 * extra[9]
+    for drafts, seconds in true.items():
+        assert extra[drafts] == pytest.approx(seconds, rel=0.15), drafts
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.001, 0.02), st.floats(1e-5, 1e-3))
+def test_plain_steps_are_priced_between_what_was_measured(seed: int, fixed: float, per_row: float) -> None:
+    """A true line with 10 % noise and outliers: medians over half an octave are within 15 %, also where nothing was run."""
+    rng = np.random.default_rng(seed)
+    costs = StepCosts()
+    for place, rows in enumerate(np.repeat([1, 2, 3, 5, 8, 13, 21, 34, 64], 15)):
+        noise = rng.uniform(0.95, 1.05) if place % 9 else 3.0
+        costs.observe_ahead(int(rows), (fixed + per_row * rows) * noise)
+    for rows in (1, 4, 7, 16, 40, 64):
+        assert costs.ahead(rows) == pytest.approx(fixed + per_row * rows, rel=0.15)
+    share = fixed / (fixed + per_row * 64)
+    assert costs.fixed_share(64) == pytest.approx(share, abs=0.3)
+    assert costs.fixed_share(1) == 1.0
+
+
+def test_the_loop_that_runs_ahead_is_never_slower_than_the_synchronous_one() -> None:
+    costs = StepCosts()
+    for _ in range(5):
+        costs.observe_ahead(8, 0.020)
+    assert costs.ahead(8) == pytest.approx(0.020)
+    for _ in range(5):
+        costs.observe(8, 0, 0.012)
+        costs.observe_host(8, 0.001, 0.012)
+    assert costs.ahead(8) == pytest.approx(0.013)
+    assert costs.synchronous(8, 4)[0] == pytest.approx(0.013)
+
+
+def test_pauses_of_the_caller_are_not_the_loops_time() -> None:
+    costs = StepCosts()
+    costs.observe(4, 0, 0.010)
+    assumed = costs.host_seconds(4)
+    assert 0.0 < assumed < 0.001
+    costs.observe_host(4, 3.0, 0.010)
+    assert costs.host_seconds(4) == assumed
+    for _ in range(3):
+        costs.observe_host(4, 0.0004, 0.010)
+    assert costs.host_seconds(4) == pytest.approx(0.0004)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.0, 2000.0), min_size=1, max_size=64), st.floats(0.0, 1.0))
+def test_worth_averages_one_and_favours_the_last(finish: list[float], share: float) -> None:
+    worth = token_worth(np.array(finish), share)
+    assert worth.mean() == pytest.approx(1.0)
+    assert (worth >= 1.0 - share - 1e-9).all()
+    order = np.argsort(finish, kind="stable")
+    assert (np.diff(worth[order]) >= -1e-9).all()
+    assert token_worth(np.full(7, finish[0]), share) == pytest.approx(np.ones(7))
+
+
+def test_a_row_far_ahead_of_the_others_is_worth_its_own_part_of_a_step() -> None:
+    worth = token_worth(np.array([10.0, 400.0, 400.0, 400.0]), 0.8)
+    assert worth[0] == pytest.approx(0.2, abs=0.01)
+    assert worth[1:] == pytest.approx(np.full(3, (4 - 0.2) / 3), abs=0.01)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 32))
+def test_the_best_budget_never_rests_on_drafts_below_the_floor(seed: int, rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    width = 6
+    seconds = 0.01 + np.concatenate([[0.0], np.cumsum(rng.uniform(0.0, 0.002, rows * width))])
+    survivals = np.cumprod(rng.uniform(0.0, 1.0, (rows, width)), axis=1)
+    floor = worthless_below(rows, seconds)
+    tokens = expected_tokens(survivals)
+    budget = int(((rows + tokens) / seconds[: tokens.size]).argmax())
+    ranked = np.sort(survivals.ravel())[::-1]
+    assert budget == 0 or ranked[:budget].mean() >= 2.0 * floor - 1e-12
+
+
+def test_tokens_of_a_sample_stand_for_the_whole() -> None:
+    survivals = np.array([[0.9, 0.5], [0.7, 0.1]])
+    whole = np.repeat(survivals, 4, axis=0)
+    scaled = scaled_tokens(expected_tokens(survivals), 2, 8)
+    assert scaled[-1] == pytest.approx(expected_tokens(whole)[-1])
+    assert scaled == pytest.approx(expected_tokens(whole), abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.0, 0.1), st.floats(0.0, 0.05)), max_size=60), st.floats(0.001, 0.5))
+def test_credit_bounds_side_work(turns: list[tuple[float, float]], share: float) -> None:
+    """Whatever is asked for: the share of the time, what was saved up, and the last piece's overrun."""
+    credit = WorkCredit(share, 0.01, 0.02)
+    passed = worked = longest = 0.0
+    for wait, work in turns:
+        credit.earn(wait)
+        passed += wait
+        if credit.ready:
+            credit.spend(work)
+            worked += work
+            longest = max(longest, work)
+    assert worked <= share * passed + 0.01 + longest + 1e-9
+    with pytest.raises(SpecDecodeError, match="between 0 and 1"):
+        WorkCredit(1.0, 0.0, 0.0)
+
+
+def test_switch_needs_evidence_and_backs_off_longer_every_time() -> None:
+    switch = SpeculationSwitch()
+    for _ in range(50):
+        assert not switch.expect(1.02, 1.0)
+    waits = []
+    for _ in range(3):
+        steps = 0
+        while not switch.expect(1.5, 1.0):
+            steps += 1
+        waits.append(steps)
+        while switch.measure(0.9, 1.0):
+            pass
+    assert waits[0] < waits[1] < waits[2]
+    steps = 0
+    while not switch.expect(1.5, 1.0):
+        steps += 1
+    assert all(switch.measure(1.3, 1.0) for _ in range(200))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 200), st.floats(1.0, 5.0), st.floats(0.3, 0.97))
+def test_what_was_won_long_ago_pays_for_no_losses(good: int, gain: float, loss: float) -> None:
+    """However long it paid: once it loses, it goes on for as many steps as the reserve and the patience hold, no more."""
+    switch = SpeculationSwitch()
+    while not switch.expect(1.5, 1.0):
+        pass
+    for _ in range(good):
+        assert switch.measure(gain, 1.0)
+    steps = 0
+    while switch.measure(loss, 1.0):
+        steps += 1
+    most = (switch.options.reserve + switch.options.patience) / (1.0 - loss) + switch.options.settle
+    assert steps <= most
+
+
+def test_a_trial_ends_by_the_clock() -> None:
+    switch = SpeculationSwitch()
+    switch.try_on()
+    assert switch.on
+    steps = 0
+    while switch.measure(0.8, 1.0):
+        steps += 1
+    assert steps <= 3
+    assert not switch.expect(1.5, 1.0), "and a failed one waits as any other does"
+
+
+def test_loads_have_their_own_switches() -> None:
+    switches = LoadSwitches()
+    while not switches.meet(64).expect(1.5, 1.0):
+        pass
+    assert switches.meet(30).on, "a load that was never met goes on as the last one did"
+    while switches.current.measure(0.5, 1.0):
+        pass
+    assert not switches.meet(17).on
+    assert switches.meet(60).on, "and the one that paid goes on paying"
+    assert switches.changes == 2
+
+
+def test_statistics_count_the_bonus() -> None:
+    stats = SpeculationStatistics()
+    stats.record(np.array([3, 2, 0]), np.array([3, 1, 0]), np.array([2, 1, 0]))
+    assert stats.accepted_length == pytest.approx((3 + 2 + 1) / 3)
+    assert stats.acceptance_rate == pytest.approx(3 / 4)
+    assert stats.as_dict()["accepted_share_by_position"] == [1.0, 1.0, 0.0]
