@@ -234,7 +234,6 @@ def test_a_stop_string_inside_a_grammar_is_no_complete_answer(llm: LLM) -> None:
 
 def test_what_a_grammar_leaves_out_is_said(tmp_path, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     from deepinfer_offline.engine.structured import GrammarCompiler
-    from deepinfer_structured import Options
 
     monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path))
     schema = {"type": "string", "pattern": "^(a+)-\\1$"}
@@ -242,7 +241,7 @@ def test_what_a_grammar_leaves_out_is_said(tmp_path, monkeypatch: pytest.MonkeyP
     assert refused.error is not None
     assert "a back reference is not supported" in str(refused.error)
     parts = llm.engine._parts
-    compiler = GrammarCompiler(parts.tokenizer, parts.info.vocab_size, options=Options(on_unsupported="warn"))
+    compiler = GrammarCompiler(parts.tokenizer, parts.info.vocab_size, on_unsupported="warn")
     grammar = compiler.submit(StructuredOutputs(json=schema)).result()
     compiler.close()
     assert list(compiler.notes) == list(grammar.notes)

@@ -82,6 +82,14 @@ def run(
             metavar="off|auto|dspark|ngram|suffix", help="How draft tokens are guessed.", rich_help_panel=_SPEED
         ),
     ] = "off",
+    on_unsupported: Annotated[
+        str,
+        typer.Option(
+            metavar="error|warn|ignore",
+            help="A schema keyword that no grammar can enforce: refuse its line, or leave it out (warn: and say so).",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = "error",
     draft_model: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="A DSpark draft that was trained for the model.", rich_help_panel=_SPEED),
@@ -204,6 +212,7 @@ def run(
             max_model_len=max_model_len,
             speculative=speculative,
             draft_model=draft_model,
+            on_unsupported=on_unsupported,
             async_scheduling=async_scheduling,
             enable_prefix_caching=prefix_caching,
             block_size=block_size,

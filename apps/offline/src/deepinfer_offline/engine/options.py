@@ -14,6 +14,7 @@ DEVICES = ("auto", "cpu", "cuda", "npu")
 DTYPES = ("auto", "bfloat16", "float32")
 SEEDS = (-(1 << 63), (1 << 64) - 1)  # what a line's own `seed` may be, too
 SPECULATIVE = ("off", "auto", "dspark", "ngram", "suffix")
+ON_UNSUPPORTED = ("error", "warn", "ignore")
 WINDOW_STRATEGIES = ("auto", "bounded", "full", "periodic", "exact")
 DEFAULT_PERIOD = 2048
 """Tokens between the windows that `periodic` keeps, if it names no number."""
@@ -74,6 +75,8 @@ class EngineOptions:
         max_model_len: longest prompt and answer together, in tokens; None takes the model's own limit.
         speculative: how drafts are made. `auto` takes the model's own draft or `draft_model` where there is one, else `suffix`.
         draft_model: folder of a DSpark draft that was trained for the model; for `auto` and `dspark`.
+        on_unsupported: what happens to a request whose schema has a keyword that no grammar can enforce. `error` refuses
+            the request, `warn` leaves the keyword out and says so in the result, `ignore` leaves it out.
         async_scheduling: plan one step ahead of the device.
         enable_prefix_caching: share the KV of equal prompt prefixes.
         block_size: tokens in a KV block; None lets the engine choose.
@@ -106,6 +109,7 @@ class EngineOptions:
     max_model_len: int | None = None
     speculative: str = "off"
     draft_model: Path | None = None
+    on_unsupported: str = "error"
     async_scheduling: bool = True
     enable_prefix_caching: bool = True
     block_size: int | None = None
@@ -124,6 +128,7 @@ class EngineOptions:
         _one_of("device", self.device, DEVICES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("speculative", self.speculative, SPECULATIVE)
+        _one_of("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
         if self.draft_model is not None and self.speculative not in ("auto", "dspark"):
             raise OptionsError(f"--draft-model drafts with --speculative dspark or auto, not {self.speculative!r}")
         _check_strategy(self.window_strategy)

@@ -9,13 +9,14 @@ import threading
 from collections import Counter, OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from deepinfer_offline.engine.base import RequestError
 from deepinfer_offline.sampling.params import StructuredOutputs
 
 if TYPE_CHECKING:
     from deepinfer_structured import Grammar, Options, Spec, Vocabulary
+    from deepinfer_structured.config import OnUnsupported
 
     from deepinfer_offline.text.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ class GrammarCompiler:
         vocab_size: width of the logits.
         threads: compilations at a time.
         options: how schemas become grammars; None for the defaults, with analysed schemas kept in `grammar_folder`.
+        on_unsupported: with the default options, what becomes of keywords that no grammar can enforce (`EngineOptions`).
 
     Attributes:
         notes: what grammars have to say (a keyword that is left out under `on_unsupported="warn"`, a `format` that is an
@@ -47,9 +49,16 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, *, threads: int = 1, options: Options | None = None
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        *,
+        threads: int = 1,
+        options: Options | None = None,
+        on_unsupported: str = "error",
     ) -> None:
         self._tokenizer, self._vocab_size, self._options = tokenizer, vocab_size, options
+        self._on_unsupported = on_unsupported
         self.notes: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="deepinfer-grammar")
         self._futures: OrderedDict[Spec, Future[Grammar]] = OrderedDict()
@@ -83,7 +92,8 @@ class GrammarCompiler:
         try:
             with self._lock:
                 vocabulary = self._vocabulary = self._vocabulary or self._make_vocabulary()
-            options = self._options or Options(cache_dir=str(grammar_folder()))
+            unsupported = cast("OnUnsupported", self._on_unsupported)
+            options = self._options or Options(cache_dir=str(grammar_folder()), on_unsupported=unsupported)
             grammar = compile_spec(spec, vocabulary, options)
             self._take_notes(grammar.notes)
             return grammar

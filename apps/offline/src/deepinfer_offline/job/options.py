@@ -74,6 +74,7 @@ class JobOptions:
         # a sampled answer depends on how drafts are verified, though its distribution does not
         shaping["speculative"] = engine.speculative
         shaping["window-strategy"] = engine.window_strategy  # approximate windows give other answers than exact ones
+        shaping["on-unsupported"] = engine.on_unsupported
         shaping["decoder-replay"] = "on" if engine.decoder_replay else "off"
         return {**shaping, "engine-arg": " ".join(f"{name}={value}" for name, value in engine.engine_args)}
 

@@ -185,7 +185,7 @@ def _compose(
         cache=cache,
         table=table,
         tokenizer=tokenizer,
-        grammars=GrammarCompiler(tokenizer, facts.vocab_size),
+        grammars=GrammarCompiler(tokenizer, facts.vocab_size, on_unsupported=options.on_unsupported),
         info=_info(source, model, plan),
         seed=options.seed,
         ahead=_ahead(options),

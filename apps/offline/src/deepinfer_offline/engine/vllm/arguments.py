@@ -34,6 +34,10 @@ def engine_arguments(options: EngineOptions, model: str, known: type) -> dict[st
         raise EngineStartError(
             "--draft-model: use --engine native, or --engine-arg speculative-config=... for vLLM's own"
         )
+    if options.on_unsupported != "error":
+        raise EngineStartError(
+            f"--on-unsupported {options.on_unsupported}: vLLM's own grammar engines decide this; use --engine native"
+        )
     if options.window_strategy != "auto":
         raise EngineStartError(
             f"--window-strategy {options.window_strategy}: vLLM decides this itself; use --engine native, or "
