@@ -30,6 +30,13 @@ ADAPTERS = sorted(
 )
 
 
+@pytest.fixture(autouse=True)
+def heard(monkeypatch, caplog):
+    """A vLLM that an earlier test imported has made its logger deaf to warnings and keeps them from `caplog`."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="vllm")
+
+
 @pytest.fixture(params=OTHERS)
 def other(request, monkeypatch):
     """Pretend that this vLLM is installed, for adapters that are imported from now on."""
@@ -58,8 +65,6 @@ def test_what_a_flag_names_refuses_in_a_sentence(other, module):
 @pytest.mark.parametrize("module", SWITCHES)
 def test_what_a_variable_switches_on_stays_out_and_says_so(other, module, monkeypatch, caplog):
     monkeypatch.setenv(*SWITCHES[module])
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.WARNING)
     importlib.import_module(module).register()
     (said,) = [record for record in caplog.records if record.name.startswith("vllm.deepinfer")]
     assert f"vLLM 0.33.x and vLLM {other} is installed" in said.getMessage()
@@ -87,7 +92,6 @@ def test_the_cpu_platform_stays_out_of_another_vllm(other, caplog, monkeypatch):
 
     monkeypatch.setattr(plugin, "version", importlib.metadata.version)
     monkeypatch.setattr(plugin, "ACCELERATOR_NODES", ())
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     assert plugin.register() is None
     assert f"vLLM {other} is installed, this plugin knows 0.33.x only" in caplog.text
 
