@@ -303,3 +303,13 @@ def test_an_analysis_out_of_time_names_what_it_worked_on(monkeypatch, ticks, poi
         lower_spec(Spec.json_schema(PILE), Options(limits=Limits(seconds=ticks)))
     assert (caught.value.pointer, caught.value.keyword, bool(caught.value.way_out)) == (pointer, keyword, True)
     assert f"schema at {pointer or '/'}: keyword '{keyword}'" in str(caught.value)
+
+
+def test_errors_with_a_place_survive_the_way_from_the_worker():
+    for error in (
+        LimitExceeded("too much", "/a", "oneOf", "less"),
+        UnsatisfiableSchema("nothing", "/b", "type", "more"),
+    ):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy)) == (type(error), str(error))
+        assert (copy.pointer, copy.keyword, copy.way_out) == (error.pointer, error.keyword, error.way_out)
