@@ -49,7 +49,9 @@ class KernelSpec:
         module, function = self.target.split(":")
         kernel = getattr(importlib.import_module(f".{module}", __package__), function)
         signature = dict(word.split("=") for word in self.types.split())
-        _, report = compile_kernel(kernel, signature, self.constants, arch, divisible=self.divisible, **self.options)
+        # As it is launched: overlapping with the kernel before.
+        constants = self.constants | ({"PDL": 1} if any(p.name == "PDL" for p in kernel.params) else {})
+        _, report = compile_kernel(kernel, signature, constants, arch, divisible=self.divisible, **self.options)
         # A kernel that is warp-specialised asks for its registers at run time; its entry count says nothing.
         return report.check(min_mma=self.min_mma, max_stack=self.max_stack)
 
@@ -207,11 +209,11 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         options={"num_warps": 8}, quick=True),
     KernelSpec("router_logits", "kernels.router:router_logits_kernel",
         "x=*bf16 x_stride=i32 weight=*bf16 part=*fp32 tokens=i32 experts=i32 d=i32",
-        {"BT": 64, "BE": 32, "BK": 128, "SPAN": 512, "PDL": True}, options={"num_warps": 4, "num_stages": 3},
+        {"BT": 64, "BE": 32, "BK": 128, "SPAN": 512}, options={"num_warps": 4, "num_stages": 3},
         divisible=("d",), min_mma=1, max_stack=16),
     KernelSpec("router_select", "kernels.router:router_select_kernel",
         "part=*fp32 bias=*fp32 ids=*i64 gates=*fp32 tokens=i32 experts=i32 spans=i32 scale=fp32",
-        {"NORMALISE": True, "K": 6, "E": 512, "W": 8, "SPANS": 16, "PDL": True}, options={"num_warps": 2},
+        {"NORMALISE": True, "K": 6, "E": 512, "W": 8, "SPANS": 16}, options={"num_warps": 2},
         divisible=("experts",)),
     _insert("fp8", 0, 32, 1e-4),
     _insert("nvfp4", 1, 16, 6 * 2.0**-9),
@@ -266,10 +268,10 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         "base=*fp32 base_stride=i32 previous=*i64 embed=*bf16 head=*bf16 out=*fp32 batch=i32 vocab=i32",
         {"RANK": 256, "R": 256, "BB": 64, "BV": 64}, min_mma=1),
     KernelSpec("paged_gqa_decode", "kernels.llama:paged_gqa_kernel", _GQA,
-        {"GROUP": 3, "GROUP_PAD": 4, "BQ": 4, "BLOCK": 16, "BN": 64, "WIDTH": 64, "D": 64, "SPLITS": 1, "PDL": True},
+        {"GROUP": 3, "GROUP_PAD": 4, "BQ": 4, "BLOCK": 16, "BN": 64, "WIDTH": 64, "D": 64, "SPLITS": 1},
         options={"num_warps": 4, "num_stages": 2}, min_mma=1, quick=True),
     KernelSpec("paged_gqa_prefill", "kernels.llama:paged_gqa_kernel", _GQA,
-        {"GROUP": 4, "GROUP_PAD": 4, "BQ": 16, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "SPLITS": 1, "PDL": True},
+        {"GROUP": 4, "GROUP_PAD": 4, "BQ": 16, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "SPLITS": 1},
         options={"num_warps": 4, "num_stages": 2}, min_mma=1),
     KernelSpec("window_index", "kernels.v41_step:window_index_kernel",
         "positions=*i64 owners=*i32 floors=*i32 table=*i32 table_stride=i32 own=*i64 index=*i32 window=i32",
@@ -295,19 +297,19 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         "header=*i32 header_stride=i32 flat=*i32 token_ids=*i64 positions=*i64 rows=i32", {"B": 128}),
     KernelSpec("cache_slots", "kernels.llama_rows:cache_slots_kernel",
         "query_starts=*i32 seq_lens=*i32 write_floors=*i32 table=*i32 table_stride=i32 slots=*i64",
-        {"BLOCK": 32, "BT": 128, "PDL": True}, options={"num_warps": 1}),
+        {"BLOCK": 32, "BT": 128}, options={"num_warps": 1}),
     KernelSpec("llama_norm", "kernels.llama_rows:llama_norm_kernel",
-        "x=*bf16 stride=i32 weight=*bf16 out=*bf16 out_stride=i32 rows=i32 width=i32 eps=fp32", {"D": 1024, "BR": 4, "PDL": True},
+        "x=*bf16 stride=i32 weight=*bf16 out=*bf16 out_stride=i32 rows=i32 width=i32 eps=fp32", {"D": 1024, "BR": 4},
         divisible=("width",)),
     KernelSpec("rope_insert", "kernels.llama_rows:rope_insert_kernel",
         "qkv=*bf16 stride=i32 rope=*fp32 positions=*i64 slots=*i64 keys=*bf16 values=*bf16 k_stride_b=i64 k_stride_r=i64 "
         "k_stride_h=i64 v_stride_b=i64 v_stride_r=i64 v_stride_h=i64 q_norm=*bf16 k_norm=*bf16 eps=fp32",
-        {"HEADS": 9, "KV_HEADS": 3, "HALF": 32, "PAIRS": 32, "BLOCK": 32, "HAS_NORM": True, "BH": 16, "PDL": True},
+        {"HEADS": 9, "KV_HEADS": 3, "HALF": 32, "PAIRS": 32, "BLOCK": 32, "HAS_NORM": True, "BH": 16},
         options={"num_warps": 2}, quick=True),
     KernelSpec("silu_mul", "kernels.llama_rows:silu_mul_kernel",
-        "gate_up=*bf16 stride=i32 out=*bf16 out_stride=i32 width=i32", {"BLOCK": 1024, "PDL": True}, divisible=("width",)),
+        "gate_up=*bf16 stride=i32 out=*bf16 out_stride=i32 width=i32", {"BLOCK": 1024}, divisible=("width",)),
     KernelSpec("argmax", "kernels.llama_rows:argmax_kernel",
-        "logits=*fp32 stride=i32 out=*i64 flat=*i32 where=*i32 vocab=i32", {"HAS_TARGET": True, "BLOCK": 8192, "PDL": True},
+        "logits=*fp32 stride=i32 out=*i64 flat=*i32 where=*i32 vocab=i32", {"HAS_TARGET": True, "BLOCK": 8192},
         options={"num_warps": 16}),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .native import NativeKernel
+from .overlap import overlap, overlaps
 from .providers import MeasuredChoice
 from .weights import MxWeights, mx_weights, pack_sm90
 
@@ -138,7 +139,7 @@ def group_pairs(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Te
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
     block = max(128, min(2048, 1 << (pairs - 1).bit_length()))
-    group_pairs_kernel[(experts,)](ids, pairs, order, offsets, experts, BLOCK=block, num_warps=4)
+    group_pairs_kernel[(experts,)](ids, pairs, order, offsets, experts, BLOCK=block, num_warps=4, **overlap(ids.device))
     return order, offsets
 
 
@@ -149,7 +150,7 @@ def _combine(parts: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor | None
     block = min(1024, 1 << (width - 1).bit_length())
     combine_kernel[(tokens, -(-width // block))](
         parts, ids, shared if shared is not None else out, out, out.stride(0), width,
-        TOP_K=ids.shape[1], HAS_SHARED=shared is not None, BLOCK=block, num_warps=4,
+        TOP_K=ids.shape[1], HAS_SHARED=shared is not None, BLOCK=block, num_warps=4, **overlap(out.device),
     )  # fmt: skip
 
 
@@ -170,7 +171,7 @@ def _run_sm90(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
             source, source.stride(0), mx.codes, mx.scales, target, target.stride(0), order, offsets, weights,
             mx.rows, mx.columns, n_blocks, k_blocks, top_k, float(limit),
             FP4=True, GROUPED=True, GATHER=first, SCATTER=not first, SWIGLU=first, SPLIT_K=1,
-            BN=bn, BT=bt, STAGES=stages, num_warps=warps,
+            BN=bn, BT=bt, STAGES=stages, num_warps=warps, launch_pdl=overlaps(x.device),
         )  # fmt: skip
     return parts
 
@@ -272,12 +273,20 @@ def _linear_sm90(x, weights, out, swiglu_limit) -> None:
         weights.codes, weights.codes, weights.scales,
         weights.rows, weights.columns, n_blocks, k_blocks, tokens, float(swiglu_limit or 0.0),
         FP4=weights.fp4, GROUPED=False, GATHER=False, SCATTER=False, SWIGLU=swiglu_limit is not None, SPLIT_K=splits,
-        BN=bn, BT=bt, STAGES=stages, num_warps=warps,
+        BN=bn, BT=bt, STAGES=stages, num_warps=warps, launch_pdl=overlaps(x.device),
     )  # fmt: skip
     if splits > 1:
         block = 512
         sum_splits_kernel[(tokens, -(-weights.rows // block))](
-            target, out, out.stride(0), tokens, weights.rows, SPLITS=splits, BLOCK=block, num_warps=4
+            target,
+            out,
+            out.stride(0),
+            tokens,
+            weights.rows,
+            SPLITS=splits,
+            BLOCK=block,
+            num_warps=4,
+            **overlap(x.device),
         )
 
 

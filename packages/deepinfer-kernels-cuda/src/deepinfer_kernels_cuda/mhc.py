@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_same_device
+from .overlap import overlap, overlaps
 
 
 class HyperMix(NamedTuple):
@@ -92,7 +93,7 @@ def _rows_pass(streams, *, output=None, post=None, comb=None, pre=None, weight=N
         mhc_row_kernel[(t,)](
             streams, output, post, comb, pre, weight, new, out, squares, d, eps,
             HAS_POST=output is not None, HAS_COLLAPSE=pre is not None, HAS_NORM=weight is not None, HAS_SQUARE=square,
-            S=s, D=main, REST=rest, num_warps=4,
+            S=s, D=main, REST=rest, num_warps=4, **overlap(streams.device),
         )  # fmt: skip
     return new, out, squares
 
@@ -113,7 +114,7 @@ def _project(streams: torch.Tensor, fn: torch.Tensor, squares: torch.Tensor) -> 
     part = torch.empty(spans, rows, t, dtype=torch.float32, device=streams.device)
     mhc_project_kernel[(tiles, spans)](
         streams, _cached(fn, "split", split_projection) if split else fn, part, t, width, rows if split else fn.shape[0],
-        ROWS=rows, BT=bt, BK=bk, SPAN=span, num_warps=4, num_stages=4 if split else 1,
+        ROWS=rows, BT=bt, BK=bk, SPAN=span, num_warps=4, num_stages=4 if split else 1, **overlap(streams.device),
     )  # fmt: skip
     return _Partial(part, squares, spans, rows, rows // 2 if split else 0)
 
@@ -131,6 +132,7 @@ def _finish(
     mhc_finish_kernel[(-(-t // bt),)](
         part.mix, part.square, base, scale, *mix, t, d, part.spans, iterations, eps, norm_eps,
         S=s, ROWS=part.rows, LOW=part.low, SPANS=1 << (part.spans - 1).bit_length(), BT=bt, num_warps=1,
+        **overlap(streams.device),
     )  # fmt: skip
     return mix
 
@@ -165,13 +167,14 @@ def _stream(streams, fn, base, scale, *, iterations, eps, mix_eps, output=None, 
     mhc_stream_kernel[(spans, -(-t // (8 * warps * tiles)))](
         streams, output, post, comb, pre, _cached(fn, "chunks", chunk_projection), new, x, part, squares, t, d, spans, tiles,
         HAS_POST=output is not None, HAS_COLLAPSE=pre is not None, WARPS=warps, num_warps=warps,
+        launch_pdl=overlaps(device),
     )  # fmt: skip
     main = 1 << (d.bit_length() - 1)
     blocks = -(-t // 8)
     mhc_close_kernel[(blocks + (t if weight is not None else 0),)](
         part, squares, base, scale, x, weight, *mix, t, spans, d, eps, mix_eps, norm_eps, blocks,
         HAS_NORM=weight is not None, ITERATIONS=iterations, SPANS=max(16, 1 << (spans - 1).bit_length()), D=main,
-        REST=1 << (d - main - 1).bit_length() if d > main else 0, WARPS=4, TILE=8, num_warps=4, launch_pdl=True,
+        REST=1 << (d - main - 1).bit_length() if d > main else 0, WARPS=4, TILE=8, num_warps=4, launch_pdl=overlaps(device),
     )  # fmt: skip
     return MhcStep(new, mix, x)
 

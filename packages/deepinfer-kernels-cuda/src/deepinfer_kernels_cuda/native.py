@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from .errors import KernelError
+from .overlap import overlaps
 
 _SOURCES = Path(__file__).with_name("cuda")
 _LIBRARY_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
@@ -93,7 +94,7 @@ def _check_rtc(result: int, name: str) -> None:
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute with a cluster size."""
+    """CUlaunchAttribute: a cluster's size, or that the launch may overlap with the end of the kernel before."""
 
     _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
 
@@ -167,10 +168,13 @@ class NativeKernel:
             extra = (ctypes.c_void_p * 5)(
                 1, ctypes.cast(packed, ctypes.c_void_p), 2, ctypes.cast(ctypes.pointer(size), ctypes.c_void_p), 0
             )
-            attribute = _Attribute(4, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
+            wanted = [_Attribute(4, 0, (ctypes.c_uint * 16)(cluster, 1, 1))] if cluster > 1 else []
+            if overlaps(device):  # every kernel of `cuda/` begins with `wait_for_kernels`
+                wanted.append(_Attribute(6, 0, (ctypes.c_uint * 16)(1)))
+            attributes = (_Attribute * 2)(*wanted)
             config = _Config(
                 (ctypes.c_uint * 6)(*grid, self.threads, 1, 1), self.shared, torch.cuda.current_stream(index).cuda_stream,
-                ctypes.pointer(attribute), int(cluster > 1),
+                ctypes.cast(attributes, ctypes.POINTER(_Attribute)), len(wanted),
             )  # fmt: skip
             _check_driver(_driver().cuLaunchKernelEx(ctypes.byref(config), function, None, extra), self.entry)
 

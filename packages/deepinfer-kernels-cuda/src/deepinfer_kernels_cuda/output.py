@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
+from .overlap import overlap
 from .rows import rope
 
 #: Tokens up to which the fused projection wins; above, rotating in place and the library's batched product.
@@ -60,7 +61,7 @@ def grouped_output(attended: torch.Tensor, weight: torch.Tensor, table: Any, *, 
         grouped_output_kernel[(-(-rank // br), groups, -(-t // bt))](
             attended, attended.stride(0), attended.stride(1), cos.contiguous(), sin.contiguous(), pairs, weight, out, t, rank,
             HEADS=heads // groups, WIDTH=n, PAIRS=pairs, BT=bt, BR=br, BK=min(block, 32 if wide else 64), num_warps=4,
-            num_stages=2 if wide else 7,
+            num_stages=2 if wide else 7, **overlap(attended.device),
         )  # fmt: skip
     return out
 
@@ -101,7 +102,7 @@ def engram_gate(
         main = max(16, 1 << (d.bit_length() - 1))
         engram_gate_kernel[(t, s)](
             streams, projected, projected.stride(0), q_weight, k_weight, out, d, eps, d**-0.5, S=s, D=main,
-            REST=1 << (d - main - 1).bit_length() if d > main else 0, num_warps=4,
+            REST=1 << (d - main - 1).bit_length() if d > main else 0, num_warps=4, **overlap(streams.device),
         )  # fmt: skip
     return out
 

@@ -8,7 +8,16 @@ import torch
 
 from .capability import device_arch
 
+OFF, DRAIN, EARLY = 0, 1, 2
+#: How far kernels overlap: not at all; a kernel comes when the one before drains; as soon as every block of that one has begun.
+MODE = DRAIN
+
 
 def overlap(device: torch.device) -> dict[str, Any]:
-    """Launch options of kernels that begin with `gdc_wait` under `PDL`; empty where the hardware does not have it."""
-    return {"PDL": True, "launch_pdl": True} if device_arch(device) in (90, 100) else {}
+    """Launch options of kernels that `begin` with `PDL`; empty where the hardware does not have it."""
+    return {"PDL": MODE, "launch_pdl": True} if MODE and device_arch(device) in (90, 100) else {}
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels that are launched in another way are to overlap with the one before too."""
+    return MODE != OFF and device_arch(device) in (90, 100)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .libraries import product
+from .overlap import overlap
 
 #: Tokens from which the library's matrix product is faster than the split one (H200: 21 us of 16 GFLOP at 4096).
 _LIBRARY_TOKENS = 512
@@ -79,7 +79,7 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, cut: _Split | None = None) ->
     part = torch.empty(spans, t, experts, dtype=torch.float32, device=x.device)
     router_logits_kernel[(-(-t // cut.tokens), -(-experts // cut.experts), spans)](
         x, x.stride(0), weight, part, t, experts, d, BT=cut.tokens, BE=cut.experts, BK=cut.columns, SPAN=cut.span,
-        PDL=device_arch(x.device) != 0, num_warps=cut.warps, num_stages=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, **overlap(x.device),
     )  # fmt: skip
     return part
 
@@ -88,11 +88,9 @@ def _select(part, bias, ids, gates, normalise: bool, scale: float, warps: int | 
     from .kernels.router import router_select_kernel
 
     spans, t, experts = part.shape
-    # The product before may be a library's, which this kernel then waits for all the same.
-    pdl = device_arch(part.device) != 0
     width = max(16, 1 << (experts - 1).bit_length())
     router_select_kernel[(t,)](
         part, bias, ids, gates, t, experts, spans, scale, NORMALISE=normalise, K=ids.shape[1], E=width,
-        W=max(2, 1 << (ids.shape[1] - 1).bit_length()), SPANS=1 << (spans - 1).bit_length(), PDL=pdl,
-        num_warps=warps or (1 if spans == 1 else 2), **({"launch_pdl": True} if pdl else {}),
+        W=max(2, 1 << (ids.shape[1] - 1).bit_length()), SPANS=1 << (spans - 1).bit_length(),
+        num_warps=warps or (1 if spans == 1 else 2), **overlap(part.device),
     )  # fmt: skip

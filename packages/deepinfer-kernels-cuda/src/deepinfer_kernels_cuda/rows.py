@@ -10,6 +10,7 @@ import torch
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .layouts import V4, pool_view, record_format
+from .overlap import overlap
 
 
 def _power(n: int) -> int:
@@ -41,7 +42,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         main = max(16, 1 << (n.bit_length() - 1))
         rms_norm_kernel[(flat.shape[0],)](
             flat, flat.stride(0), weight, out, n, n, eps, D=main, REST=1 << (n - main - 1).bit_length() if n > main else 0,
-            num_warps=1 if n <= 512 else 4 if n <= 2048 else 8,
+            num_warps=1 if n <= 512 else 4 if n <= 2048 else 8, **overlap(x.device),
         )  # fmt: skip
     return out.view(x.shape)
 
@@ -75,6 +76,7 @@ def rope(x: torch.Tensor, table: Any, *, inverse: bool = False, inplace: bool = 
         rope_kernel[(t, -(-heads // bh))](
             view, view.stride(0), view.stride(1), out, out.stride(0), out.stride(1), cos, sin, pairs,
             heads, n, pairs, INVERSE=inverse, COPY=not inplace, BH=bh, D=_power(n), P=_power(pairs), num_warps=4,
+            **overlap(x.device),
         )  # fmt: skip
     return x if inplace else out.view(x.shape)
 
@@ -121,7 +123,7 @@ def norm_rope_insert(
         values, values.stride(0), norm_weight, eps, *tables, pairs, slots, pool, view.stride_page // align,
         view.stride_row // align, t, NORM=norm_weight is not None, PAIRS=pairs, FORMAT=layout.code, PAGE=view.page_size,
         GROUP=layout.group, FLOOR=layout.floor, WIDTH=n, D=_power(n), ROWS=rows, ALIGN=align,
-        HARDWARE=device_arch(pool.device) != 0, num_warps=1,
+        HARDWARE=device_arch(pool.device) != 0, num_warps=1, **overlap(pool.device),
     )  # fmt: skip
 
 
@@ -145,7 +147,7 @@ def kv_gather(pool: torch.Tensor, slots: torch.Tensor, fmt: str, channels: int, 
         gather_kernel[(-(-flat.shape[0] // rows),)](
             pool, flat, flat.shape[0], view.slots, out, view.stride_page // align, view.stride_row // align,
             PAGE=view.page_size, FORMAT=layout.code, GROUP=layout.group, WIDTH=channels, D=_power(channels), ROWS=rows,
-            ALIGN=align, HARDWARE=device_arch(pool.device) != 0, num_warps=4 if rows == 8 else 1,
+            ALIGN=align, HARDWARE=device_arch(pool.device) != 0, num_warps=4 if rows == 8 else 1, **overlap(pool.device),
         )  # fmt: skip
     return out.view(*slots.shape, channels)
 
@@ -200,7 +202,7 @@ def v4_insert(
     insert_v4_kernel[(-(-t // rows),)](
         values, values.stride(0), norm_weight, eps, *tables, pairs, slots, pool, pool.stride(0) // align, t,
         NORM=norm_weight is not None, PAIRS=pairs, PAGE=page_size, FLOOR=V4.floor, ROWS=rows, ALIGN=align,
-        HARDWARE=device_arch(pool.device) != 0, num_warps=1,
+        HARDWARE=device_arch(pool.device) != 0, num_warps=1, **overlap(pool.device),
     )  # fmt: skip
 
 
@@ -217,7 +219,7 @@ def v4_gather(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, *, pa
         rows = 8 if flat.shape[0] >= 4096 else 2
         gather_v4_kernel[(-(-flat.shape[0] // rows),)](
             pool, flat, flat.shape[0], pool.shape[0] * page_size, out, pool.stride(0) // align, PAGE=page_size, ROWS=rows,
-            ALIGN=align, HARDWARE=device_arch(pool.device) != 0, num_warps=4 if rows == 8 else 1,
+            ALIGN=align, HARDWARE=device_arch(pool.device) != 0, num_warps=4 if rows == 8 else 1, **overlap(pool.device),
         )  # fmt: skip
     return out.view(*slots.shape, V4.channels)
 
@@ -236,7 +238,14 @@ def compress(values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     if g:
         block = min(512, _power(n))
         compress_kernel[(g, -(-n // block))](
-            values.contiguous(), gates.contiguous(), out, n, RATIO=r, D=block, num_warps=2
+            values.contiguous(),
+            gates.contiguous(),
+            out,
+            n,
+            RATIO=r,
+            D=block,
+            num_warps=2,
+            **overlap(values.device),
         )
     return out
 
@@ -268,5 +277,6 @@ def engram_gather(
         engram_gather_kernel[(-(-rows.numel() // 8),)](
             codes, scales, rows.contiguous(), rows.numel(), out, HAS_SCALE=scale is not None, WIDTH=n,
             D=max(32, _power(n)), BR=16 if rows.numel() >= 4096 else 8, HARDWARE=device_arch(table.device) != 0, num_warps=4,
+            **overlap(table.device),
         )  # fmt: skip
     return out

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
+from .overlap import overlap
 
 
 class WindowIndex(NamedTuple):
@@ -50,7 +51,7 @@ def window_index(
     if t:
         window_index_kernel[(t,)](
             positions, owners, floors, table, table.stride(0), own, keys, window, BLOCK=block, W=_power(window),
-            num_warps=1,
+            num_warps=1, **overlap(table.device),
         )  # fmt: skip
     return WindowIndex(own, keys)
 
@@ -84,7 +85,7 @@ def entry_index(
     if t:
         entry_slots_kernel[(-(-t // 128),)](
             positions, owners, write_floors, table, table.stride(0), slots, visible, t, BLOCK=block, RATIO=ratio,
-            ENTRIES=-(-block // ratio), BT=128, num_warps=4,
+            ENTRIES=-(-block // ratio), BT=128, num_warps=4, **overlap(table.device),
         )  # fmt: skip
     return EntryIndex(slots, visible)
 
@@ -113,7 +114,7 @@ def selected_slots(
         tile = min(512, _power(k))
         selected_slots_kernel[(t, -(-k // tile))](
             chosen, owners, table, table.stride(0), k, BLOCK=block, RATIO=ratio, ENTRIES=-(-block // ratio), KB=tile,
-            num_warps=2,
+            num_warps=2, **overlap(chosen.device),
         )  # fmt: skip
     return chosen
 
@@ -163,11 +164,11 @@ def pool_groups(
         where = (ring, ring.stride(0), ring.stride(1), ring_blocks)
         pool_groups_kernel[(t,)](
             rows, rows.stride(0), positions, owners, firsts, slots, *where, out, width, ring.shape[1], RATIO=ratio,
-            D=_power(width), num_warps=4,
+            D=_power(width), num_warps=4, **overlap(rows.device),
         )  # fmt: skip
         keep_rows_kernel[(t,)](
             rows, rows.stride(0), positions, owners, ends, *where, 2 * width, ring.shape[1], D=_power(2 * width),
-            num_warps=4,
+            num_warps=4, **overlap(rows.device),
         )  # fmt: skip
     return out
 
@@ -183,7 +184,14 @@ def clamped_swiglu(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
     if t:
         block = min(1024, _power(width))
         clamped_swiglu_rows_kernel[(t, -(-width // block))](
-            gate_up, gate_up.stride(0), out, width, float(limit), BLOCK=block, num_warps=4
+            gate_up,
+            gate_up.stride(0),
+            out,
+            width,
+            float(limit),
+            BLOCK=block,
+            num_warps=4,
+            **overlap(gate_up.device),
         )
     return out
 
@@ -207,7 +215,17 @@ def rotation(
     t, pairs = positions.shape[0], frequencies.shape[0]
     both = torch.empty(2, t, pairs, dtype=torch.float32, device=positions.device)
     if t:
-        rotation_kernel[(t,)](positions, frequencies, both[0], both[1], pairs, shift, P=_power(pairs), num_warps=1)
+        rotation_kernel[(t,)](
+            positions,
+            frequencies,
+            both[0],
+            both[1],
+            pairs,
+            shift,
+            P=_power(pairs),
+            num_warps=1,
+            **overlap(positions.device),
+        )
     return both[0], both[1]
 
 
@@ -230,6 +248,14 @@ def step_inputs(header: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor,
     both = torch.empty(2, rows, dtype=torch.int64, device=header.device)
     if rows:
         step_inputs_kernel[(-(-rows // 128),)](
-            header, header.stride(0), flat, both[0], both[1], B=128, rows=rows, num_warps=4
+            header,
+            header.stride(0),
+            flat,
+            both[0],
+            both[1],
+            B=128,
+            rows=rows,
+            num_warps=4,
+            **overlap(header.device),
         )
     return both[0], both[1]

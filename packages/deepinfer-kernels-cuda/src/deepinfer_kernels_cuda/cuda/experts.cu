@@ -240,6 +240,7 @@ __device__ __forceinline__ void run(Problem p, const int* offsets) {
     extern __shared__ u8 memory[];
     using S = Shared<WIDE>;
     S& s = *reinterpret_cast<S*>(memory + ((1024 - (shared_address(memory) & 1023)) & 1023));
+    wait_for_kernels();
     p.expert = blockIdx.y;
     p.row_begin = offsets[blockIdx.y], p.row_end = offsets[blockIdx.y + 1];
     p.tiles = (p.row_end - p.row_begin + S::TOKENS - 1) / S::TOKENS;

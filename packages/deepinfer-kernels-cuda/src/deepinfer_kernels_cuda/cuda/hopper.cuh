@@ -38,6 +38,10 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+// Launched with programmatic serialisation a block may begin before the kernels ahead have ended: nothing of theirs is read, and
+// nothing that they read is written, before this. Without it this is nothing.
+__device__ __forceinline__ void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // mbarriers (shared addresses).
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");

@@ -96,6 +96,7 @@ indexer_logits(const u16* q, i64 q_stride_t, i64 q_stride_h, const u16* weights,
                const int* table, i64 table_stride, const void* rows, int rows_are_long, const int* visible, float* out,
                i64 out_stride, int heads, int max_entries, int page_shift, int tiles_each) {
     __shared__ Shared s;
+    wait_for_kernels();
     const int query = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     const int first = blockIdx.x * tiles_each, last = min(first + tiles_each, (max_entries + TILE - 1) / TILE);
     const int seen = min(visible[query], max_entries);

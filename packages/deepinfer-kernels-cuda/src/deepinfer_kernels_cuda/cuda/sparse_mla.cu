@@ -483,6 +483,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    wait_for_kernels();
     const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
     const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
     const Producer producer{w, x, query, begin, extra_tiles, min(max(extra_tiles - begin, 0), tiles), warp & 7, int(threadIdx.x & 31)};

@@ -253,6 +253,7 @@ topk(const void* scores, i64 stride, const int* source, const int* lengths, int 
      int chunks, int k, int columns, int is_bf16, int wide_loads) {
     extern __shared__ u8 memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
+    wait_for_kernels();
     const u32 rank = cluster_rank(), size = cluster_size();
     const int chunk = blockIdx.x / size, begin = blockIdx.x * columns;
     const int limit = lengths ? min(lengths[blockIdx.y], width) : width, stop = min(limit, begin + columns);

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import begin
+
 
 @triton.jit
 def paged_gqa_kernel(
@@ -16,8 +18,7 @@ def paged_gqa_kernel(
     WIDTH: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (query tiles * splits, kv heads, sequences). Rows of a tile are BQ tokens x GROUP heads of one kv head."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     tile = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     kv_head = tl.program_id(1)
@@ -78,8 +79,7 @@ def paged_gqa_kernel(
 def merge_splits_kernel(partial, lse, out, out_stride_t, out_stride_h, heads, WIDTH: tl.constexpr, D: tl.constexpr,
                         SPLITS: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Merge SPLITS partial results by their log2 weights, in order."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     item = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, S)
     channel = tl.arange(0, D)

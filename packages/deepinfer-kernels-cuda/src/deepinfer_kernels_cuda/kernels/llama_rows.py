@@ -7,13 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import begin
+
 
 @triton.jit
 def cache_slots_kernel(query_starts, seq_lens, write_floors, table, table_stride, slots, BLOCK: tl.constexpr,
                        BT: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Grid (sequences, token tiles): flat cache slot of every token, -1 below the sequence's write floor."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     sequence = tl.program_id(0)
     start = tl.load(query_starts + sequence)
     count = tl.load(query_starts + sequence + 1) - start
@@ -32,8 +33,7 @@ def llama_norm_kernel(
     x, stride, weight, out, out_stride, rows, width, eps, D: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr = False
 ):
     """weight * round(x / rms(x)), the inner rounding to x's dtype; BR rows a program."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     channel = tl.arange(0, D)
     mask = (row < rows)[:, None] & (channel < width)[None, :]
@@ -54,8 +54,7 @@ def rope_insert_kernel(
     HAS_NORM: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (tokens, head tiles): norm and rotate queries in place, norm, rotate and store keys, store values."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     pair = tl.arange(0, PAIRS)
@@ -100,8 +99,7 @@ def rope_insert_kernel(
 @triton.jit
 def silu_mul_kernel(gate_up, stride, out, out_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """round(silu(gate)) * up; grid (rows, channel tiles)."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < width
@@ -117,13 +115,12 @@ def argmax_kernel(
     logits, stride, out, flat, where, vocab, HAS_TARGET: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False
 ):
     """The lowest index of each row's maximum, into out[row] and, with HAS_TARGET, int32 into flat[where[row]]."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     index = tl.zeros([BLOCK], tl.int32)
-    for begin in range(0, vocab, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
+    for start in range(0, vocab, BLOCK):
+        column = start + tl.arange(0, BLOCK)
         value = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
         better = value > best
         best = tl.where(better, value, best)

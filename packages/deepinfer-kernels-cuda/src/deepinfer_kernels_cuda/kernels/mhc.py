@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import begin
+
 
 @triton.jit
 def _row_piece(
@@ -49,13 +51,14 @@ def _row_piece(
 def mhc_row_kernel(
     streams, output, post, comb, pre, norm_weight, new_streams, out, squares, d, norm_eps,
     HAS_POST: tl.constexpr, HAS_COLLAPSE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SQUARE: tl.constexpr,
-    S: tl.constexpr, D: tl.constexpr, REST: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One program a token, the whole row in registers: update, collapse, norm and square sum; S is 1, 2 or 4.
 
     Every stream element is read once and written once, and the collapsed row never leaves the chip unnormalised. The row
     is D + REST channels, two powers of two, so that a width like 5120 wastes no lanes.
     """
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     first = tl.arange(0, D)
     a, square = _row_piece(streams, output, post, comb, pre, new_streams, token, first, d, HAS_POST, HAS_COLLAPSE,
@@ -85,20 +88,21 @@ def mhc_row_kernel(
 @triton.jit
 def mhc_project_kernel(
     streams, fn, mix_part, tokens, width, rows, ROWS: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, SPAN: tl.constexpr,
+    BK: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (token tiles, spans of S d): partial projections [spans, ROWS, T].
 
     fn has `rows` rows: float32, or bfloat16 with the high parts first and the low parts from ROWS / 2 on.
     """
+    begin(PDL)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     span = tl.program_id(1)
     here = token < tokens
     t64 = token.to(tl.int64)
     r = tl.arange(0, ROWS)
     acc = tl.zeros([BT, ROWS], tl.float32)
-    for begin in range(span * SPAN, min((span + 1) * SPAN, width), BK):
-        column = begin + tl.arange(0, BK)
+    for start in range(span * SPAN, min((span + 1) * SPAN, width), BK):
+        column = start + tl.arange(0, BK)
         inside = (column < width)[None, :]
         a = tl.load(streams + t64[:, None] * width + column[None, :], mask=here[:, None] & inside, other=0.0)
         b = tl.load(
@@ -123,9 +127,10 @@ def _mixed(mix_part, there, span, token, here, tokens, index, LOW: tl.constexpr,
 @triton.jit
 def mhc_finish_kernel(
     mix_part, squares, base, scale, pre, post, comb, tokens, d, spans, iterations, eps, mix_eps,
-    S: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr, SPANS: tl.constexpr, BT: tl.constexpr,
+    S: tl.constexpr, ROWS: tl.constexpr, LOW: tl.constexpr, SPANS: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """BT tokens a program: coefficients from the partial projections, then Sinkhorn on [BT, S, S]."""
+    begin(PDL)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     here = token < tokens
     t64 = token.to(tl.int64)

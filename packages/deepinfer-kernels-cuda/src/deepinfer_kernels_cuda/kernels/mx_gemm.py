@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .decode_formats import e2m1_value, e4m3_value, e8m0_value
+from .dependent import begin
 
 
 @triton.jit
@@ -48,8 +49,8 @@ def mx_gemm_kernel(
         if GATHER:
             x_row = (tl.load(order + row, mask=row_mask, other=0) // top_k).to(tl.int64)
         acc = tl.zeros([BT, BN], tl.float32)
-        for begin in range(0, K, BK):
-            column = begin + tl.arange(0, BK)
+        for start in range(0, K, BK):
+            column = start + tl.arange(0, BK)
             x_mask = row_mask[:, None] & (column < K)[None, :]
             tile_x = tl.load(x + x_row[:, None] * x_stride + column[None, :], mask=x_mask, other=0.0)
             tile_w = _weight_tile(codes, scales, n, column, n < N, K, FP4).to(tile_x.dtype)
@@ -78,13 +79,14 @@ def clamped_swiglu_kernel(both, out, order, pair_weights, width, limit, WEIGHTED
 
 
 @triton.jit
-def group_pairs_kernel(ids, pairs, order, offsets, experts, BLOCK: tl.constexpr):
+def group_pairs_kernel(ids, pairs, order, offsets, experts, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """One program an expert: where its pairs begin, and their positions in ascending order. Negative ids are dropped."""
+    begin(PDL)
     expert = tl.program_id(0)
     below = tl.zeros([BLOCK], tl.int32)
     all_pairs = tl.zeros([BLOCK], tl.int32)
-    for begin in range(0, pairs, BLOCK):
-        pair = begin + tl.arange(0, BLOCK)
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
         own = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
         below += ((own >= 0) & (own < expert)).to(tl.int32)
         all_pairs += (own >= 0).to(tl.int32)
@@ -92,8 +94,8 @@ def group_pairs_kernel(ids, pairs, order, offsets, experts, BLOCK: tl.constexpr)
     tl.store(offsets + expert, base)
     if expert == experts - 1:
         tl.store(offsets + experts, tl.sum(all_pairs, 0))
-    for begin in range(0, pairs, BLOCK):
-        pair = begin + tl.arange(0, BLOCK)
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
         own = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
         mine = own == expert
         rank = tl.cumsum(mine.to(tl.int32), 0)
@@ -103,8 +105,9 @@ def group_pairs_kernel(ids, pairs, order, offsets, experts, BLOCK: tl.constexpr)
 
 @triton.jit
 def combine_kernel(parts, ids, shared, out, out_stride, width, TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr,
-                   BLOCK: tl.constexpr):  # fmt: skip
+                   BLOCK: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """out[t] = sum_j parts[t * TOP_K + j] (+ shared[t]) in float32, in the order of j; pairs with id < 0 are skipped."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -120,8 +123,11 @@ def combine_kernel(parts, ids, shared, out, out_stride, width, TOP_K: tl.constex
 
 
 @triton.jit
-def sum_splits_kernel(parts, out, out_stride, rows, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_splits_kernel(
+    parts, out, out_stride, rows, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False
+):
     """out[row] = sum_s parts[s, row], float32, in order."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

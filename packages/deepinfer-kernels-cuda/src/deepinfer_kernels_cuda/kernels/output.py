@@ -7,16 +7,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import begin
+
 
 @triton.jit
 def grouped_output_kernel(
     x, x_stride_t, x_stride_h, cos, sin, table_stride, weight, out, tokens, rank,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (rank tiles, groups, token tiles): out[t, g, r] = sum over the group's HEADS heads of rotated-back x . weight.
 
     The heads' plain columns are one pipelined loop; their last 2 PAIRS columns follow, rotated in registers.
     """
+    begin(PDL)
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     group = tl.program_id(1)
     token = tl.program_id(2) * BT + tl.arange(0, BT)
@@ -31,20 +35,20 @@ def grouped_output_kernel(
     column = tl.arange(0, BK)
     for step in range(HEADS * PLAIN):
         head = step // PLAIN
-        begin = (step % PLAIN) * BK
-        a = tl.load(source + head * x_stride_h + begin + column[None, :], mask=t_mask, other=0.0)
-        b = tl.load(rows + head * WIDTH + begin + column[None, :], mask=r_mask, other=0.0)
+        start = (step % PLAIN) * BK
+        a = tl.load(source + head * x_stride_h + start + column[None, :], mask=t_mask, other=0.0)
+        b = tl.load(rows + head * WIDTH + start + column[None, :], mask=r_mask, other=0.0)
         acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
     k = tl.arange(0, PAIRS)
     tail = tl.arange(0, 2 * PAIRS)
     c = tl.load(cos + t64 * table_stride + k[None, :], mask=t_mask, other=1.0)
     s = tl.load(sin + t64 * table_stride + k[None, :], mask=t_mask, other=0.0)
     for head in range(HEADS):
-        begin = head * WIDTH + WIDTH - 2 * PAIRS
+        start = head * WIDTH + WIDTH - 2 * PAIRS
         a = tl.load(source + head * x_stride_h + WIDTH - 2 * PAIRS + tail[None, :], mask=t_mask, other=0.0)
         real, imag = tl.split(tl.reshape(a.to(tl.float32), [BT, PAIRS, 2]))
         back = tl.reshape(tl.join(real * c + imag * s, imag * c - real * s), [BT, 2 * PAIRS]).to(x.dtype.element_ty)
-        b = tl.load(rows + begin + tail[None, :], mask=r_mask, other=0.0)
+        b = tl.load(rows + start + tail[None, :], mask=r_mask, other=0.0)
         acc = tl.dot(back, tl.trans(b), acc, input_precision="ieee")
     target = out + t64 * (tl.num_programs(1) * rank) + group * rank + r[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=t_mask & (r < rank)[None, :])
@@ -60,8 +64,9 @@ def _products(h, k, q_weight, k_weight, at, mask):
 
 @triton.jit
 def engram_gate_kernel(streams, projected, stride, q_weight, k_weight, out, d, eps, root, S: tl.constexpr, D: tl.constexpr,
-                       REST: tl.constexpr):  # fmt: skip
+                       REST: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Grid (tokens, streams): stream + sigmoid(sign(g) sqrt(max(|g|, 1e-6))) * value, rows in registers."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
     row = (token * S + stream) * d

@@ -7,19 +7,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import begin
+
 
 @triton.jit
 def router_logits_kernel(x, x_stride, weight, part, tokens, experts, d, BT: tl.constexpr, BE: tl.constexpr,
-                         BK: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                         BK: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Grid (token tiles, expert tiles, spans of d): partial float32 logits [spans, tokens, experts]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     expert = tl.program_id(1) * BE + tl.arange(0, BE)
     span = tl.program_id(2)
     acc = tl.zeros([BT, BE], tl.float32)
-    for begin in range(span * SPAN, min((span + 1) * SPAN, d), BK):
-        column = begin + tl.arange(0, BK)
+    for start in range(span * SPAN, min((span + 1) * SPAN, d), BK):
+        column = start + tl.arange(0, BK)
         x_mask = (token < tokens)[:, None] & (column < d)[None, :]
         w_mask = (expert < experts)[:, None] & (column < d)[None, :]
         a = tl.load(x + token.to(tl.int64)[:, None] * x_stride + column[None, :], mask=x_mask, other=0.0)
@@ -31,14 +34,13 @@ def router_logits_kernel(x, x_stride, weight, part, tokens, experts, d, BT: tl.c
 
 @triton.jit
 def router_select_kernel(part, bias, ids, gates, tokens, experts, spans, scale, NORMALISE: tl.constexpr, K: tl.constexpr,
-                         E: tl.constexpr, W: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                         E: tl.constexpr, W: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """One program a token: sqrt(softplus), top K by score + bias (lowest id on ties), ids ascending, weights."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E)
     here = expert < experts
     offset = tl.load(bias + expert, mask=here, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    begin(PDL)
     if SPANS == 1:
         logit = tl.load(part + token * experts + expert, mask=here, other=0.0)
     else:

@@ -15,11 +15,15 @@ from .decode_formats import (
     e8m0_value,
     pow2_ceil_exponent,
 )
+from .dependent import begin
 
 
 @triton.jit
-def rms_norm_kernel(x, stride, weight, out, out_stride, width, eps, D: tl.constexpr, REST: tl.constexpr):
+def rms_norm_kernel(
+    x, stride, weight, out, out_stride, width, eps, D: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr = False
+):
     """weight * x / sqrt(mean(x^2) + eps), float32 inside, rounded once; a row is D + REST channels."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     first = tl.arange(0, D)
     a = tl.load(x + row * stride + first, mask=first < width, other=0.0).to(tl.float32)
@@ -38,8 +42,10 @@ def rms_norm_kernel(x, stride, weight, out, out_stride, width, eps, D: tl.conste
 
 @triton.jit
 def rope_kernel(x, stride_t, stride_h, out, out_stride_t, out_stride_h, cos, sin, table_stride, heads, width, pairs,
-                INVERSE: tl.constexpr, COPY: tl.constexpr, BH: tl.constexpr, D: tl.constexpr, P: tl.constexpr):  # fmt: skip
+                INVERSE: tl.constexpr, COPY: tl.constexpr, BH: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+                      PDL: tl.constexpr = False):  # fmt: skip
     """Rotate the last 2 * pairs channels of [t, heads, width], adjacent pairs. COPY also copies the other channels."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BH + tl.arange(0, BH)
     here = head < heads
@@ -152,12 +158,13 @@ def insert_kernel(
     x, stride, weight, eps, cos, sin, table_stride, slots, pool, stride_page, stride_row, rows,
     NORM: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     FLOOR: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HARDWARE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Norm (optional), rotate (optional), quantise and write ROWS records; a negative slot writes nothing.
 
     stride_page and stride_row are in units of ALIGN bytes, so that the compiler sees how wide a store may be.
     """
+    begin(PDL)
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = at < rows
     slot = tl.load(slots + at, mask=here, other=-1).to(tl.int64)
@@ -210,8 +217,9 @@ def _scaled(value, scale, ROWS: tl.constexpr, D: tl.constexpr, GROUP: tl.constex
 @triton.jit
 def gather_kernel(pool, slots, count, pool_slots, out, stride_page, stride_row, PAGE: tl.constexpr,
                   FORMAT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-                  ALIGN: tl.constexpr, HARDWARE: tl.constexpr):  # fmt: skip
+                  ALIGN: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Decode ROWS records at slots; absent rows become zeros. Strides in units of ALIGN bytes."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < count, other=-1).to(tl.int64)
     valid = ((slot >= 0) & (slot < pool_slots))[:, None]
@@ -235,8 +243,9 @@ def gather_kernel(pool, slots, count, pool_slots, out, stride_page, stride_row, 
 
 
 @triton.jit
-def compress_kernel(values, gates, out, width, RATIO: tl.constexpr, D: tl.constexpr):
+def compress_kernel(values, gates, out, width, RATIO: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr = False):
     """Softmax over the RATIO rows of a group, channel by channel."""
+    begin(PDL)
     group = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * D + tl.arange(0, D)
     mask = column < width
@@ -254,8 +263,9 @@ def compress_kernel(values, gates, out, width, RATIO: tl.constexpr, D: tl.conste
 
 @triton.jit
 def engram_gather_kernel(table, scales, rows, count, out, HAS_SCALE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
-                         BR: tl.constexpr, HARDWARE: tl.constexpr):  # fmt: skip
+                         BR: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """BR table rows a program: float rows, or e4m3 codes with an E8M0 scale for 32 channels."""
+    begin(PDL)
     item = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     row = tl.load(rows + item, mask=item < count, other=0).to(tl.int64)[:, None]
     column = tl.arange(0, D)[None, :]
@@ -276,9 +286,10 @@ def engram_gather_kernel(table, scales, rows, count, out, HAS_SCALE: tl.constexp
 def insert_v4_kernel(
     x, stride, weight, eps, cos, sin, table_stride, slots, pool, stride_page, rows,
     NORM: tl.constexpr, PAIRS: tl.constexpr, PAGE: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr,
-    ALIGN: tl.constexpr, HARDWARE: tl.constexpr,
+    ALIGN: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """`insert_kernel` for V4's planar record: 448 e4m3, 64 bfloat16; after the page's rows 8 scale bytes a row, 7 used."""
+    begin(PDL)
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = at < rows
     slot = tl.load(slots + at, mask=here, other=-1).to(tl.int64)
@@ -304,8 +315,9 @@ def insert_v4_kernel(
 
 @triton.jit
 def gather_v4_kernel(pool, slots, count, pool_slots, out, stride_page, PAGE: tl.constexpr, ROWS: tl.constexpr,
-                     ALIGN: tl.constexpr, HARDWARE: tl.constexpr):  # fmt: skip
+                     ALIGN: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Decode ROWS planar records at slots; absent rows become zeros."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < count, other=-1).to(tl.int64)
     valid = ((slot >= 0) & (slot < pool_slots))[:, None]

@@ -7,11 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .dependent import begin
+
 
 @triton.jit
 def window_index_kernel(positions, owners, floors, table, table_stride, own, index, window,
-                        BLOCK: tl.constexpr, W: tl.constexpr):  # fmt: skip
+                        BLOCK: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Grid (tokens,): the slots of the last `window` positions, oldest first, -1 below the floor, and the token's own slot."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
     owner = tl.load(owners + token).to(tl.int64)
@@ -27,9 +30,11 @@ def window_index_kernel(positions, owners, floors, table, table_stride, own, ind
 
 @triton.jit
 def entry_slots_kernel(positions, owners, write_floors, table, table_stride, slots, visible, tokens,
-                       BLOCK: tl.constexpr, RATIO: tl.constexpr, ENTRIES: tl.constexpr, BT: tl.constexpr):  # fmt: skip
+                       BLOCK: tl.constexpr, RATIO: tl.constexpr, ENTRIES: tl.constexpr, BT: tl.constexpr,
+                      PDL: tl.constexpr = False):  # fmt: skip
     """Grid (token tiles,): where the entry goes that a token completes, -1 if it completes none or must not write it, and
     how many entries the token sees."""
+    begin(PDL)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     here = token < tokens
     position = tl.load(positions + token, mask=here, other=0).to(tl.int32)
@@ -44,8 +49,10 @@ def entry_slots_kernel(positions, owners, write_floors, table, table_stride, slo
 
 @triton.jit
 def selected_slots_kernel(chosen, owners, table, table_stride, K,
-                          BLOCK: tl.constexpr, RATIO: tl.constexpr, ENTRIES: tl.constexpr, KB: tl.constexpr):  # fmt: skip
+                          BLOCK: tl.constexpr, RATIO: tl.constexpr, ENTRIES: tl.constexpr, KB: tl.constexpr,
+                      PDL: tl.constexpr = False):  # fmt: skip
     """Grid (tokens, tiles): entry numbers to slots, in place; -1 stays."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * KB + tl.arange(0, KB)
     inside = lane < K
@@ -60,8 +67,10 @@ def selected_slots_kernel(chosen, owners, table, table_stride, K,
 
 @triton.jit
 def pool_groups_kernel(rows, row_stride, positions, owners, firsts, slots, ring, ring_stride_block, ring_stride_row,
-                       ring_blocks, out, width, ring_rows, RATIO: tl.constexpr, D: tl.constexpr):  # fmt: skip
+                       ring_blocks, out, width, ring_rows, RATIO: tl.constexpr, D: tl.constexpr,
+                      PDL: tl.constexpr = False):  # fmt: skip
     """Grid (tokens,): softmax-pool the group that a token completes; its earlier rows are in the step or in the ring."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, D)
     inside = channel < width
@@ -96,8 +105,9 @@ def pool_groups_kernel(rows, row_stride, positions, owners, firsts, slots, ring,
 
 @triton.jit
 def keep_rows_kernel(rows, row_stride, positions, owners, ends, ring, ring_stride_block, ring_stride_row, ring_blocks,
-                     width, ring_rows, D: tl.constexpr):  # fmt: skip
+                     width, ring_rows, D: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Grid (tokens,): store the last `ring_rows` rows of each sequence's chunk in its ring."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int32)
     owner = tl.load(owners + token).to(tl.int64)
@@ -110,8 +120,9 @@ def keep_rows_kernel(rows, row_stride, positions, owners, ends, ring, ring_strid
 
 
 @triton.jit
-def clamped_swiglu_rows_kernel(gate_up, stride, out, width, limit, BLOCK: tl.constexpr):
+def clamped_swiglu_rows_kernel(gate_up, stride, out, width, limit, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """silu(min(gate, limit)) * clip(up), float32 inside, rounded once; grid (rows, channel tiles)."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = channel < width
@@ -124,8 +135,9 @@ def clamped_swiglu_rows_kernel(gate_up, stride, out, width, limit, BLOCK: tl.con
 
 
 @triton.jit
-def rotation_kernel(positions, frequencies, cos, sin, pairs, shift, P: tl.constexpr):
+def rotation_kernel(positions, frequencies, cos, sin, pairs, shift, P: tl.constexpr, PDL: tl.constexpr = False):
     """Grid (tokens,): cos and sin of max(position - shift, 0) times each frequency."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, P)
     inside = pair < pairs
@@ -136,8 +148,11 @@ def rotation_kernel(positions, frequencies, cos, sin, pairs, shift, P: tl.conste
 
 
 @triton.jit
-def step_inputs_kernel(header, header_stride, flat, token_ids, positions, B: tl.constexpr, rows):
+def step_inputs_kernel(
+    header, header_stride, flat, token_ids, positions, B: tl.constexpr, rows, PDL: tl.constexpr = False
+):
     """header rows: slots, lengths, sources, targets. token = flat[source], position = length - 1, both int64."""
+    begin(PDL)
     row = tl.program_id(0) * B + tl.arange(0, B)
     inside = row < rows
     length = tl.load(header + header_stride + row, mask=inside, other=1)

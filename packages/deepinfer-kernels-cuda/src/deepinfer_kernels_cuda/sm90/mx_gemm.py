@@ -138,6 +138,7 @@ def sm90_mx_gemm_kernel(
     Grid (ceil(N / BN), experts or token tiles, token tiles of an expert or splits of K). x, weights, scales and out are
     read and written by rows: GATHER reads x at `order[row] // top_k`, SCATTER writes at `order[row]`.
     """
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     warps: gl.constexpr = gl.num_warps()
     M: gl.constexpr = BN // 64
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BT, 16])
