@@ -17,7 +17,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 pytest.importorskip("deepinfer_kernels_cuda")
 
-from deepinfer_offline.models.base import ForwardBatch, HostBatch, ModelOptions
+from deepinfer_offline.engine.native.batch import StepInputs, device_batch, plan_inputs
+from deepinfer_offline.engine.native.step_buffers import StepBuffers
+from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.models.base import CacheGroup, ForwardBatch, HostBatch, ModelOptions
 from deepinfer_offline.models.deepsig_v41.device import DeviceBackbone
 from deepinfer_offline.models.deepsig_v41.model import DeepSigV41Model
 from deepinfer_offline.models.deepsig_v41.session import Chunk, Session
@@ -26,6 +29,7 @@ from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
 from deepinfer_offline.ops.attention.portable import TorchAttention
 from deepinfer_offline.ops.cuda.attention import CudaAttention, shape_reason
 from deepinfer_offline.ops.rope import RopeConfig, rope_table
+from deepinfer_sched import StepPlan
 
 NEAR = 1e-5  # of values of size 1
 
@@ -108,6 +112,43 @@ def test_v41_layers_on_kernels_are_the_reference() -> None:
     for step, (a, e) in enumerate(zip(found, expected, strict=True)):
         assert (a - e).abs().max() < NEAR, f"step {step}"
     assert model.backbone.counters == b.counters
+
+
+def decode_inputs(tokens: TokenBuffer, tables: dict[str, np.ndarray], lengths: list[int]) -> StepInputs:
+    rows = len(lengths)
+    ones, nothing = np.ones(rows, np.int32), np.zeros(rows, np.int32)
+    plan = StepPlan(
+        1, np.arange(rows), np.arange(rows)[::-1].astype(np.int32), np.array(lengths, np.int32) - 1, ones, nothing,
+        np.ones(rows, bool), np.zeros(rows, bool), np.zeros(rows, bool), nothing, nothing, (),
+    )  # fmt: skip
+    return plan_inputs(plan, GROUPS, tables.__getitem__, tokens, {})
+
+
+GROUPS = (CacheGroup("long", "prefix", 4, 8), CacheGroup("ring", "state", 4, 8), CacheGroup("wide", "prefix", 16, 8))
+
+
+def test_a_packed_step_is_the_step_and_pads_harm_nobody() -> None:
+    """As a captured graph reads it, twice over the same buffers: a longer step, then a shorter and smaller one."""
+    tokens = TokenBuffer(5, 64, "cpu")
+    tokens.data[:] = torch.arange(5 * 64).view(5, 64)
+    rng = np.random.default_rng(0)
+    tables = {group.name: rng.integers(1, 99, (5, 16), dtype=np.int32) for group in GROUPS}
+    buffers = StepBuffers.of(GROUPS, 6, 64, "cpu")
+    for lengths in ([60, 7, 33, 1], [9, 20]):
+        inputs = decode_inputs(tokens, tables, lengths)
+        buffers.fill(inputs)
+        batch, target = buffers.batch(tokens)
+        expected, rows = device_batch(inputs, tokens, "cpu"), len(lengths)
+        for name in ("token_ids", "positions", "seq_lens", "slots", "floors", "write_floors", "logit_rows"):
+            found = getattr(batch, name)
+            assert torch.equal(found[:rows], getattr(expected, name)), name
+            assert found.dtype == getattr(expected, name).dtype, name
+        for name, table in expected.block_tables.items():
+            assert torch.equal(batch.block_tables[name][:rows, : table.shape[1]], table), name
+            assert (batch.block_tables[name][rows:, : table.shape[1]] == 0).all(), name
+        assert target.tolist() == [*(inputs.token_index + 1).tolist(), *[tokens.scratch] * (6 - rows)]
+        assert batch.seq_lens[rows:].tolist() == [1] * (6 - rows)
+        assert batch.token_ids[rows:].tolist() == [int(tokens.flat[tokens.scratch])] * (6 - rows)
 
 
 def attention_batch(counts: list[int], starts: list[int], floors: list[int], block: int) -> ForwardBatch:

@@ -10,7 +10,7 @@ import torch
 from deepinfer_offline.engine.native.graphs import row_buckets
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.native.worker import DeviceWorker
-from deepinfer_offline.ops.transfers import Download, StepClock, upload
+from deepinfer_offline.ops.transfers import Download, StepClock, upload, upload_into
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +38,15 @@ def test_a_strided_array_is_uploaded_in_its_own_order() -> None:
     table = np.arange(12, dtype=np.int32).reshape(3, 4)
     (tensor,) = upload([table[:, ::2]], "cpu")
     assert tensor.tolist() == [[0, 2], [4, 6], [8, 10]]
+
+
+def test_arrays_are_brought_in_one_piece_and_only_where_there_is_room() -> None:
+    target = torch.full((7,), -1, dtype=torch.int32)
+    upload_into(target, [np.array([3], np.int64), np.arange(4, dtype=np.int32).reshape(2, 2)[:, ::-1]])
+    assert target.tolist() == [3, 1, 0, 3, 2, -1, -1]
+    with pytest.raises(ValueError, match="8 elements do not fit a tensor of 7"):
+        upload_into(target, [np.zeros(8, np.int32)])
+    assert target.tolist() == [3, 1, 0, 3, 2, -1, -1]
 
 
 def test_downloads_and_clocks_on_a_cpu_are_immediate() -> None:

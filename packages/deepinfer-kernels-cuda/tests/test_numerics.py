@@ -155,3 +155,34 @@ def test_shapes_are_checked() -> None:
         kernels.sparse_mla_decode(
             rand(2, 4, 64), pool, torch.zeros(3, 4, dtype=torch.int32, device=DEVICE), None, scale=1.0
         )
+
+
+@pytest.mark.parametrize(
+    ("live", "rows", "widths"), [(3, 4, (2, 130)), (5, 5, (1,)), (0, 2, (3, 1, 2)), (1, 8, (0, 5))]
+)
+def test_step_inputs_unpacks_one_copy(live, rows, widths) -> None:
+    columns, scratch = [width + 3 for width in widths], 40
+    header = torch.stack([torch.randperm(30)[:live] for _ in range(4)]) if live else torch.zeros(4, 0).long()
+    header[1] += 1
+    given = [torch.randint(1, 99, (live, width)) for width in widths]
+    packed = torch.cat([torch.tensor([live, *widths]), *(part.flatten() for part in (header, *given))])
+    starts = [0]
+    for count in columns:
+        starts.append(starts[-1] + rows * count + 1)
+    layout = torch.tensor(list(zip(starts, columns, strict=False)))
+    tables, flat = torch.full((starts[-1],), -7), torch.arange(1000, 1041)
+    place = [t.to(DEVICE, torch.int32) for t in (packed, flat, tables, layout)]
+    found = kernels.step_inputs(*place, rows=rows, scratch=scratch)
+    pad = rows - live
+    want = [
+        torch.cat((row, torch.full((pad,), other))) for row, other in zip(header, (0, 1, scratch, scratch), strict=True)
+    ]
+    assert found.header.tolist() == [want[0].tolist(), want[1].tolist(), want[3].tolist()]
+    assert found.token_ids.tolist() == (1000 + want[2]).tolist()
+    assert found.positions.tolist() == (want[1] - 1).tolist()
+    for start, count, width, table in zip(starts, columns, widths, given, strict=False):
+        expected = torch.full((rows, count), -7)
+        expected[:, :width] = 0
+        expected[:live, :width] = table
+        assert place[2][start : start + rows * count].view(rows, count).tolist() == expected.tolist()
+        assert place[2][start + rows * count] == -7

@@ -229,33 +229,38 @@ def rotation(
     return both[0], both[1]
 
 
-def step_inputs(header: torch.Tensor, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and positions of decode rows.
+class StepInputs(NamedTuple):
+    """token_ids and positions int64 [rows]; header int32 [3, rows]: slots, lengths, targets."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    header: torch.Tensor
+
+
+def step_inputs(
+    packed: torch.Tensor, flat: torch.Tensor, tables: torch.Tensor, layout: torch.Tensor, *, rows: int, scratch: int
+) -> StepInputs:
+    """Unpack what the host knows of a decode step, so that one copy brings all of it.
 
     Args:
-        header: int32 [4, B], contiguous: anything, sequence lengths, places of the input ids in `flat`, anything.
-        flat: int32 [any].
-
-    Returns:
-        int64 [B] token ids and int64 [B] positions (length - 1).
+        packed: int32 [any]: the number of live rows n <= rows, the width of each table, then slots [n], lengths [n], places of
+            the input ids in `flat` [n], places of what is drawn [n], and each table's [n, width].
+        flat: int32 [any], token ids.
+        tables: int32 [any], all tables; what is given of them is written, zeros for rows that pad.
+        layout: int32 [groups, 2], of each table: where it begins in `tables`, and its columns.
+        rows: of the result; those from n on pad: slot 0, length 1, input and output at `scratch`.
+        scratch: a place in `flat` that belongs to nobody.
     """
     from .kernels.v41_step import step_inputs_kernel
 
-    require_dims("header", header, 2)
-    require_dtype("header", header, torch.int32)
-    require_same_device(header, flat)
-    rows = header.shape[1]
-    both = torch.empty(2, rows, dtype=torch.int64, device=header.device)
+    for name, tensor in {"packed": packed, "flat": flat, "tables": tables, "layout": layout}.items():
+        require_dtype(name, tensor, torch.int32)
+    require_same_device(packed, flat, tables, layout)
+    both = torch.empty(2, rows, dtype=torch.int64, device=packed.device)
+    header = torch.empty(3, rows, dtype=torch.int32, device=packed.device)
     if rows:
-        step_inputs_kernel[(-(-rows // 128),)](
-            header,
-            header.stride(0),
-            flat,
-            both[0],
-            both[1],
-            B=128,
-            rows=rows,
-            num_warps=4,
-            **overlap(header.device),
-        )
-    return both[0], both[1]
+        step_inputs_kernel[(rows,)](
+            packed, flat, layout, header, tables, both[0], both[1], rows, scratch, GROUPS=layout.shape[0], BLOCK=128,
+            num_warps=1, **overlap(packed.device),
+        )  # fmt: skip
+    return StepInputs(both[0], both[1], header)

@@ -37,6 +37,27 @@ def upload(arrays: Sequence[np.ndarray], device: str | torch.device) -> list[tor
     return found
 
 
+def upload_into(target: torch.Tensor, arrays: Sequence[np.ndarray]) -> None:
+    """The arrays one after the other at the beginning of a tensor that is there already, as one copy in the order of the stream.
+
+    Args:
+        target: [any], on any device.
+        arrays: integers that fit target's dtype; they are converted to it.
+
+    Raises:
+        ValueError: there is no room for them.
+    """
+    size = sum(array.size for array in arrays)
+    if size > len(target):
+        raise ValueError(f"{size} elements do not fit a tensor of {len(target)}")
+    here = torch.empty(size, dtype=target.dtype, pin_memory=target.device.type == "cuda")
+    flat, start = here.numpy(), 0
+    for array in arrays:
+        flat[start : start + array.size] = array.reshape(-1)
+        start += array.size
+    target[:size].copy_(here, non_blocking=True)
+
+
 class Download:
     """Tensors on their way to the host.
 

@@ -148,15 +148,27 @@ def rotation_kernel(positions, frequencies, cos, sin, pairs, shift, P: tl.conste
 
 
 @triton.jit
-def step_inputs_kernel(
-    header, header_stride, flat, token_ids, positions, B: tl.constexpr, rows, PDL: tl.constexpr = False
-):
-    """header rows: slots, lengths, sources, targets. token = flat[source], position = length - 1, both int64."""
+def step_inputs_kernel(packed, flat, layout, header, tables, token_ids, positions, rows, scratch,
+                       GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
+    """Grid (rows,): a row's part of `packed` to where a captured step reads it; see `step_inputs`."""
     begin(PDL)
-    row = tl.program_id(0) * B + tl.arange(0, B)
-    inside = row < rows
-    length = tl.load(header + header_stride + row, mask=inside, other=1)
-    source = tl.load(header + 2 * header_stride + row, mask=inside, other=0).to(tl.int64)
-    token = tl.load(flat + source, mask=inside, other=0)
-    tl.store(token_ids + row, token.to(tl.int64), mask=inside)
-    tl.store(positions + row, (length - 1).to(tl.int64), mask=inside)
+    row = tl.program_id(0)
+    live = tl.load(packed)
+    here = row < live
+    at = packed + 1 + GROUPS
+    length = tl.load(at + live + row, mask=here, other=1)
+    source = tl.load(at + 2 * live + row, mask=here, other=scratch).to(tl.int64)
+    tl.store(header + row, tl.load(at + row, mask=here, other=0))
+    tl.store(header + rows + row, length)
+    tl.store(header + 2 * rows + row, tl.load(at + 3 * live + row, mask=here, other=scratch))
+    tl.store(token_ids + row, tl.load(flat + source).to(tl.int64))
+    tl.store(positions + row, (length - 1).to(tl.int64))
+    at += 4 * live
+    for group in tl.static_range(GROUPS):
+        width = tl.load(packed + 1 + group)
+        target = tables + tl.load(layout + 2 * group) + row.to(tl.int64) * tl.load(layout + 2 * group + 1)
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            value = tl.load(at + row * width + column, mask=here & (column < width), other=0)
+            tl.store(target + column, value, mask=column < width)
+        at += live * width

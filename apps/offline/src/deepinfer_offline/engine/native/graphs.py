@@ -11,18 +11,16 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
+from deepinfer_offline.engine.native.step_buffers import StepBuffers
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import Capturable, ForwardBatch, HostBatch, Model
+from deepinfer_offline.models.base import Capturable, Model
 from deepinfer_offline.ops.cuda.support import kernels
-from deepinfer_offline.ops.transfers import upload
 
 _LOG = logging.getLogger(__name__)
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -51,28 +49,9 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Buffers:
-    """Inputs of one bucket, int32 on the device.
-
-    Attributes:
-        header: [4, B]: slots, sequence lengths, and places in the flat token buffer of the input and of what is drawn.
-        tables: [B, columns] by cache group.
-        zeros: [B].
-        query_starts: [B + 1], 0, 1, ...
-        logit_rows: int64 [B], 0, 1, ...
-    """
-
-    header: torch.Tensor
-    tables: Mapping[str, torch.Tensor]
-    zeros: torch.Tensor
-    query_starts: torch.Tensor
-    logit_rows: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    buffers: _Buffers
+    buffers: StepBuffers
     logits: torch.Tensor
     likeliest: torch.Tensor
 
@@ -116,105 +95,36 @@ class DecodeGraphs:
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
-        self._fill(captured.buffers, inputs)
+        captured.buffers.fill(inputs)
         captured.graph.replay()
         return Replayed(captured.logits[:rows], captured.likeliest[:rows])
-
-    # --- inputs ----------------------------------------------------------------------------------------------
-
-    def _fill(self, buffers: _Buffers, inputs: StepInputs) -> None:
-        """One copy to the device, then each part to its place; rows that pad get what harms nobody."""
-        host, size = inputs.host, buffers.header.shape[1]
-        rows = host.num_rows
-        header = np.zeros((4, size), np.int32)
-        header[0, :rows] = host.slots
-        header[1, :rows], header[1, rows:] = host.seq_lens, 1
-        header[2, :rows], header[2, rows:] = inputs.token_index, self._tokens.scratch
-        header[3, :rows], header[3, rows:] = inputs.token_index + 1, self._tokens.scratch
-        compact = []
-        for table in host.block_tables.values():
-            padded = np.zeros((size, table.shape[1]), np.int32)
-            padded[:rows] = table
-            compact.append(padded)
-        there = upload([header, *compact], self._device)
-        buffers.header.copy_(there[0])
-        for name, table in zip(host.block_tables, there[1:], strict=True):
-            buffers.tables[name][:, : table.shape[1]].copy_(table)
-
-    def _buffers(self, size: int, limit: int) -> _Buffers:
-        header = torch.zeros(4, size, dtype=torch.int32)
-        header[1] = 1
-        header[2:] = self._tokens.scratch
-        tables = {}
-        for group in self._model.facts.cache_groups:
-            columns = 1 if group.kind == "state" else -(-limit // group.block_size)
-            tables[group.name] = torch.zeros(size, columns, dtype=torch.int32, device=self._device)
-        return _Buffers(
-            header=header.to(self._device),
-            tables=tables,
-            zeros=torch.zeros(size, dtype=torch.int32, device=self._device),
-            query_starts=torch.arange(size + 1, dtype=torch.int32, device=self._device),
-            logit_rows=torch.arange(size, device=self._device),
-        )
 
     # --- capture ---------------------------------------------------------------------------------------------
 
     def _capture(self, size: int, limit: int) -> _Captured:
         """Capture a step of `size` rows of at most `limit` positions."""
         start = time.perf_counter()
-        buffers = self._buffers(size, limit)
-        host = _host(size, limit)
+        buffers = StepBuffers.of(self._model.facts.cache_groups, size, limit, self._device)
         torch.cuda.current_stream(self._device).synchronize()
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
-                self._step(buffers, host)
+                self._step(buffers)
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                logits, likeliest = self._step(buffers, host)
+                logits, likeliest = self._step(buffers)
             finally:
                 graph.capture_end()
             self._pool = self._pool or graph.pool()
         _LOG.info("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - start)
         return _Captured(graph, buffers, logits, likeliest)
 
-    def _step(self, buffers: _Buffers, host: HostBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, buffers: StepBuffers) -> tuple[torch.Tensor, torch.Tensor]:
         """What is captured: from the input buffers to logits and the token buffer."""
-        slots, seq_lens, _, target = buffers.header
-        token_ids, positions = kernels().step_inputs(buffers.header, self._tokens.flat)
-        batch = ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
-            query_starts=buffers.query_starts,
-            seq_lens=seq_lens,
-            slots=slots,
-            floors=buffers.zeros,
-            write_floors=buffers.zeros,
-            logit_rows=buffers.logit_rows,
-            block_tables=buffers.tables,
-            cascades=(),
-            tokens=self._tokens.data,
-            host=host,
-        )
+        batch, target = buffers.batch(self._tokens)
         logits = self._model.logits(self._model.forward(batch, self._cache))
         return logits, kernels().argmax(logits, flat=self._tokens.flat, where=target)
-
-
-def _host(size: int, limit: int) -> HostBatch:
-    """The host's side of a captured step: shapes and upper bounds, no tables."""
-    return HostBatch(
-        query_starts=np.arange(size + 1, dtype=np.int32),
-        seq_lens=np.full(size, limit, np.int32),
-        slots=np.zeros(size, np.int32),
-        prefills=np.zeros(size, bool),
-        floors=np.zeros(size, np.int32),
-        write_floors=np.zeros(size, np.int32),
-        keep_all=np.zeros(size, bool),
-        logit_rows=np.arange(size, dtype=np.int64),
-        block_tables={},
-        num_decodes=size,
-    )
 
 
 def make_graphs(model: Model, cache: Any, tokens: TokenBuffer) -> DecodeGraphs | None:
