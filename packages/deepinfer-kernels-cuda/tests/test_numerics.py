@@ -186,3 +186,32 @@ def test_step_inputs_unpacks_one_copy(live, rows, widths) -> None:
         expected[:live, :width] = table
         assert place[2][start : start + rows * count].view(rows, count).tolist() == expected.tolist()
         assert place[2][start + rows * count] == -7
+
+
+@pytest.mark.parametrize(("fmt", "n", "heads"), [("mxfp4", 128, 5), ("fp8", 64, 2), ("nvfp4", 32, 33)])
+def test_rope_round_is_a_record_written_and_read_back(fmt, n, heads) -> None:
+    t, pairs = 3, 8
+    x, table = rand(t, 2 * heads, n)[:, ::2], (rand(t, pairs), rand(t, pairs))
+    x[0, 0], x[1, 1] = 0, 1e-30
+    found = kernels.rope_round(x, table, fmt)
+    turned = kernels.rope(x, table).flatten(0, 1)
+    pool = records.new_pool(len(turned), fmt, n, DEVICE)
+    places = torch.arange(len(turned), device=DEVICE)
+    kernels.kv_insert(pool, places, turned, fmt)
+    assert torch.equal(found.flatten(0, 1), kernels.kv_gather(pool, places, fmt, n, x.dtype))
+    assert not torch.equal(found, x)
+
+
+@pytest.mark.parametrize(("fmt", "n", "q", "t"), [("fp8", 64, 96, 5), ("nvfp4", 32, 64, 1), ("fp8", 64, 40, 300)])
+def test_latent_insert_is_a_norm_and_an_insert(fmt, n, q, t) -> None:
+    both, slots = rand(t, q + n), torch.randperm(t + 3, device=DEVICE)[:t]
+    slots[t // 2] = -1
+    q_weight, weight, table = rand(q), rand(n), (rand(t, 8), rand(t, 8))
+    pools = [records.new_pool(t + 3, fmt, n, DEVICE) for _ in range(2)]
+    options = {"norm_weight": weight, "eps": 1e-6, "table": table}
+    latent = kernels.latent_insert(both, q_weight, pools[0], slots, fmt, **options)
+    kernels.norm_rope_insert(pools[1], slots, both[:, q:], fmt, **options)
+    assert torch.equal(pools[0], pools[1])
+    assert (pools[0] != records.new_pool(t + 3, fmt, n, DEVICE)).any() == (t > 1)
+    # The sum of squares may run in another order.
+    assert (latent - kernels.rms_norm(both[:, :q], q_weight, 1e-6)).abs().max() < 1e-5

@@ -92,6 +92,8 @@ OPS: dict[str, OpSupport] = {
     "paged_gqa": OpSupport(_PORTABLE),
     "rotation": OpSupport(_PORTABLE),
     "step_inputs": OpSupport(_PORTABLE),
+    "rope_round": OpSupport(_PORTABLE),
+    "latent_insert": OpSupport(_PORTABLE),
     "window_index": OpSupport(_PORTABLE),
     "entry_index": OpSupport(_PORTABLE),
     "selected_slots": OpSupport(_PORTABLE),

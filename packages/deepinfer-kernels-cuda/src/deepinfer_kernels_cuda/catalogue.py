@@ -218,6 +218,15 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
     _insert("fp8", 0, 32, 1e-4),
     _insert("nvfp4", 1, 16, 6 * 2.0**-9),
     _insert("mxfp4", 2, 32, 6 * 2.0**-126),
+    KernelSpec("latent_insert", "kernels.rows:latent_insert_kernel",
+        "both=*bf16 stride=i32 q_weight=*bf16 latent=*bf16 kv_weight=*bf16 eps=fp32 cos=*fp32 sin=*fp32 table_stride=i32 "
+        "slots=*i64 pool=*u8 stride_page=i64 stride_row=i64 rows=i32",
+        {"Q": 1280, "Q_D": 1024, "Q_REST": 256, "PAIRS": 32, "FORMAT": 0, "PAGE": 1, "GROUP": 32, "FLOOR": 1e-4, "WIDTH": 512,
+         "D": 512, "ALIGN": 16, "HARDWARE": True}),
+    KernelSpec("rope_round", "kernels.rows:rope_round_kernel",
+        "x=*bf16 stride_t=i32 stride_h=i32 out=*bf16 cos=*fp32 sin=*fp32 table_stride=i32 heads=i32",
+        {"PAIRS": 32, "FORMAT": 2, "GROUP": 32, "FLOOR": 6 * 2.0**-126, "WIDTH": 128, "D": 128, "ROWS": 8, "HARDWARE": True},
+        options={"num_warps": 1}),
     KernelSpec("rope", "kernels.rows:rope_kernel",
         "x=*bf16 stride_t=i32 stride_h=i32 out=*bf16 out_stride_t=i32 out_stride_h=i32 cos=*fp32 sin=*fp32 table_stride=i32 "
         "heads=i32 width=i32 pairs=i32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ def moe_experts(
     experts: Any,
     *,
     limit: float,
-    shared: torch.Tensor | None = None,
+    shared: torch.Tensor | Callable[[], torch.Tensor] | None = None,
     kernel: str | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts (V4.1 section 2.6); deterministic, no token is dropped.
@@ -97,7 +98,7 @@ def moe_experts(
         weights: float32 [t, k], multiplied into the activation before the down projection.
         experts: `PackedExperts`, or what `prepare_experts` takes (then the portable kernel reads it as it is).
         limit: `swiglu_limit`.
-        shared: Output of the shared expert [t, d], added at the end.
+        shared: Output of the shared expert [t, d], added at the end; or what gives it, called when all else is enqueued.
         kernel: `decode_once` decodes packed weights once for up to 128 tokens (prefill; sm90, asked for by name until its
             conformance tests have run on a GPU in full); None the kernel that `experts` are prepared for.
 
@@ -113,7 +114,7 @@ def moe_experts(
     require_dtype("weights", weights, torch.float32)
     packed = experts if isinstance(experts, PackedExperts) else prepare_experts(experts, kernel="portable")
     require(x.shape[1] == packed.gate_up.columns, f"x has {x.shape[1]} channels; experts take {packed.gate_up.columns}")
-    require_same_device(x, ids, weights, packed.gate_up.codes, shared)
+    require_same_device(x, ids, weights, packed.gate_up.codes)
     out = torch.empty_like(x)
     if x.shape[0] == 0:
         return out
@@ -127,6 +128,9 @@ def moe_experts(
         )
         run = _run_decode_once
     parts = run(x, ids, weights, packed, order, offsets, limit)
+    if callable(shared):
+        shared = shared()
+    require_same_device(x, shared)
     _combine(parts, ids, shared, out)
     return out
 

@@ -12,6 +12,8 @@ from .checks import require, require_dims, require_dtype, require_inner, require
 from .layouts import V4, pool_view, record_format
 from .overlap import overlap
 
+_FUSED_ROWS = 256  # up to here a launch costs more than the rows
+
 
 def _power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
@@ -127,6 +129,47 @@ def norm_rope_insert(
     )  # fmt: skip
 
 
+def latent_insert(
+    both: torch.Tensor, q_weight: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, fmt: str, *,
+    norm_weight: torch.Tensor, eps: float, table: Any,
+) -> torch.Tensor:  # fmt: skip
+    """`rms_norm` of the first channels and `norm_rope_insert` of the others, which for few rows is one kernel.
+
+    Args:
+        both: [t, q + n], last dimension contiguous: queries' latent, then keys.
+        q_weight: [q] of the latent's norm.
+        pool, slots, fmt, norm_weight, eps, table: see `norm_rope_insert`; `eps` is of both norms.
+
+    Returns:
+        [t, q], the normalised latent.
+    """
+    from .kernels.rows import latent_insert_kernel
+
+    require_dims("both", both, 2)
+    require_inner("both", both)
+    t, q = both.shape[0], q_weight.shape[0]
+    n, pairs = both.shape[1] - q, table[0].shape[-1]
+    if not 0 < t <= _FUSED_ROWS:
+        norm_rope_insert(pool, slots, both[:, q:], fmt, norm_weight=norm_weight, eps=eps, table=table)
+        return rms_norm(both[:, :q], q_weight, eps)
+    require(tuple(slots.shape) == (t,), f"slots has shape {tuple(slots.shape)}; both has {t} rows")
+    require(n % 2 == 0 and 2 * pairs <= n, f"{n} channels; allowed: even numbers from {2 * pairs} on")
+    layout = record_format(fmt)
+    view = pool_view(pool, layout, n)
+    require_same_device(both, q_weight, pool, slots, norm_weight, *table)
+    latent = torch.empty(t, q, dtype=both.dtype, device=both.device)
+    main = max(16, 1 << (q.bit_length() - 1))
+    align = _alignment(pool.data_ptr(), view.stride_page, view.stride_row)
+    latent_insert_kernel[(2 * t,)](
+        both, both.stride(0), q_weight, latent, norm_weight, eps, table[0].contiguous(), table[1].contiguous(), pairs, slots,
+        pool, view.stride_page // align, view.stride_row // align, t, Q=q, Q_D=main,
+        Q_REST=1 << (q - main - 1).bit_length() if q > main else 0, PAIRS=pairs, FORMAT=layout.code, PAGE=view.page_size,
+        GROUP=layout.group, FLOOR=layout.floor, WIDTH=n, D=_power(n), ALIGN=align,
+        HARDWARE=device_arch(pool.device) != 0, num_warps=4, **overlap(pool.device),
+    )  # fmt: skip
+    return latent
+
+
 def kv_insert(pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, fmt: str) -> None:
     """Round vectors and write them as records, in place; arguments as in `norm_rope_insert`."""
     norm_rope_insert(pool, slots, values, fmt)
@@ -150,6 +193,39 @@ def kv_gather(pool: torch.Tensor, slots: torch.Tensor, fmt: str, channels: int, 
             ALIGN=align, HARDWARE=device_arch(pool.device) != 0, num_warps=4 if rows == 8 else 1, **overlap(pool.device),
         )  # fmt: skip
     return out.view(*slots.shape, channels)
+
+
+def rope_round(x: torch.Tensor, table: Any, fmt: str) -> torch.Tensor:
+    """Rotate vectors and round them to what a record of them would give back.
+
+    Args:
+        x: [t, heads, n], last dimension contiguous, n a power of two.
+        table: (cos, sin) of the t positions, float32 [t, pairs].
+        fmt: `fp8`, `nvfp4` or `mxfp4`.
+
+    Returns:
+        [t, heads, n] in x's dtype.
+    """
+    from .kernels.rows import rope_round_kernel
+
+    require_dims("x", x, 3)
+    require_inner("x", x)
+    t, heads, n = x.shape
+    layout = record_format(fmt)
+    cos, sin = table[0].contiguous(), table[1].contiguous()
+    pairs = cos.shape[-1]
+    require(n >= layout.group and n == _power(n), f"{n} channels; allowed: powers of two from {layout.group} on")
+    require(2 * pairs <= n, f"{pairs} pairs do not fit {n} channels")
+    require_same_device(x, cos, sin)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if t:
+        rows = max(1, min(1 << (heads - 1).bit_length(), 1024 // n))
+        rope_round_kernel[(t, -(-heads // rows))](
+            x, x.stride(0), x.stride(1), out, cos, sin, pairs, heads, PAIRS=pairs, FORMAT=layout.code, GROUP=layout.group,
+            FLOOR=layout.floor, WIDTH=n, D=n, ROWS=rows, HARDWARE=device_arch(x.device) != 0, num_warps=1,
+            **overlap(x.device),
+        )  # fmt: skip
+    return out
 
 
 def _check_v4(pool: torch.Tensor, page_size: int) -> None:

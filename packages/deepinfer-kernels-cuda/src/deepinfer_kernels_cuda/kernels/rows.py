@@ -19,25 +19,31 @@ from .dependent import begin
 
 
 @triton.jit
+def _norm_row(x, weight, out, width, eps, D: tl.constexpr, REST: tl.constexpr):
+    """One row of `rms_norm_kernel`."""
+    first = tl.arange(0, D)
+    a = tl.load(x + first, mask=first < width, other=0.0).to(tl.float32)
+    square = tl.sum(a * a, 0)
+    if REST > 0:
+        second = D + tl.arange(0, REST)
+        b = tl.load(x + second, mask=second < width, other=0.0).to(tl.float32)
+        square += tl.sum(b * b, 0)
+    inverse = 1.0 / tl.sqrt(square / width + eps)
+    scale = tl.load(weight + first, mask=first < width, other=0.0).to(tl.float32)
+    tl.store(out + first, (a * inverse * scale).to(out.dtype.element_ty), mask=first < width)
+    if REST > 0:
+        scale = tl.load(weight + second, mask=second < width, other=0.0).to(tl.float32)
+        tl.store(out + second, (b * inverse * scale).to(out.dtype.element_ty), mask=second < width)
+
+
+@triton.jit
 def rms_norm_kernel(
     x, stride, weight, out, out_stride, width, eps, D: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr = False
 ):
     """weight * x / sqrt(mean(x^2) + eps), float32 inside, rounded once; a row is D + REST channels."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    first = tl.arange(0, D)
-    a = tl.load(x + row * stride + first, mask=first < width, other=0.0).to(tl.float32)
-    square = tl.sum(a * a, 0)
-    if REST > 0:
-        second = D + tl.arange(0, REST)
-        b = tl.load(x + row * stride + second, mask=second < width, other=0.0).to(tl.float32)
-        square += tl.sum(b * b, 0)
-    inverse = 1.0 / tl.sqrt(square / width + eps)
-    scale = tl.load(weight + first, mask=first < width, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + first, (a * inverse * scale).to(out.dtype.element_ty), mask=first < width)
-    if REST > 0:
-        scale = tl.load(weight + second, mask=second < width, other=0.0).to(tl.float32)
-        tl.store(out + row * out_stride + second, (b * inverse * scale).to(out.dtype.element_ty), mask=second < width)
+    _norm_row(x + row * stride, weight, out + row * out_stride, width, eps, D, REST)
 
 
 @triton.jit
@@ -154,19 +160,13 @@ def _over(value, scale, ROWS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr
 
 
 @triton.jit
-def insert_kernel(
-    x, stride, weight, eps, cos, sin, table_stride, slots, pool, stride_page, stride_row, rows,
+def _insert_rows(
+    x, stride, weight, eps, cos, sin, table_stride, slots, pool, stride_page, stride_row, at, here,
     NORM: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     FLOOR: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
-    HARDWARE: tl.constexpr, PDL: tl.constexpr = False,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Norm (optional), rotate (optional), quantise and write ROWS records; a negative slot writes nothing.
-
-    stride_page and stride_row are in units of ALIGN bytes, so that the compiler sees how wide a store may be.
-    """
-    begin(PDL)
-    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = at < rows
+    """Rows `at` of `insert_kernel`."""
     slot = tl.load(slots + at, mask=here, other=-1).to(tl.int64)
     column = tl.arange(0, D)
     value = tl.load(
@@ -192,6 +192,42 @@ def insert_kernel(
         code = (_fp4_code(a) | (_fp4_code(b) << 4)).to(tl.uint8)
         tl.store(base[:, None] + pair[None, :], code, mask=valid & (pair < WIDTH // 2)[None, :])
         tl.store(base[:, None] + WIDTH // 2 + group[None, :], scale_code, mask=g_mask)
+
+
+@triton.jit
+def insert_kernel(
+    x, stride, weight, eps, cos, sin, table_stride, slots, pool, stride_page, stride_row, rows,
+    NORM: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    FLOOR: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
+    HARDWARE: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    """Norm (optional), rotate (optional), quantise and write ROWS records; a negative slot writes nothing.
+
+    stride_page and stride_row are in units of ALIGN bytes, so that the compiler sees how wide a store may be.
+    """
+    begin(PDL)
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    _insert_rows(x, stride, weight, eps, cos, sin, table_stride, slots, pool, stride_page, stride_row, at, at < rows,
+                 NORM, PAIRS, FORMAT, PAGE, GROUP, FLOOR, WIDTH, D, ROWS, ALIGN, HARDWARE)  # fmt: skip
+
+
+@triton.jit
+def latent_insert_kernel(
+    both, stride, q_weight, latent, kv_weight, eps, cos, sin, table_stride, slots, pool, stride_page, stride_row, rows,
+    Q: tl.constexpr, Q_D: tl.constexpr, Q_REST: tl.constexpr, PAIRS: tl.constexpr, FORMAT: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    ALIGN: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    """Grid (2 rows,): norms of the first Q channels into `latent`; records of the others."""
+    begin(PDL)
+    program = tl.program_id(0)
+    if program < rows:
+        row = program.to(tl.int64)
+        _norm_row(both + row * stride, q_weight, latent + row * Q, Q, eps, Q_D, Q_REST)
+    else:
+        at = (program - rows).to(tl.int64) + tl.arange(0, 1)
+        _insert_rows(both + Q, stride, kv_weight, eps, cos, sin, table_stride, slots, pool, stride_page, stride_row, at,
+                     at < rows, True, PAIRS, FORMAT, PAGE, GROUP, FLOOR, WIDTH, D, 1, ALIGN, HARDWARE)  # fmt: skip
 
 
 @triton.jit
@@ -240,6 +276,34 @@ def gather_kernel(pool, slots, count, pool_slots, out, stride_page, stride_row, 
     value = tl.where(valid, _scaled(value, scale, ROWS, D, GROUP), 0.0)
     mask = (row < count)[:, None] & (column < WIDTH)[None, :]
     tl.store(out + row[:, None] * WIDTH + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_round_kernel(
+    x, stride_t, stride_h, out, cos, sin, table_stride, heads,
+    PAIRS: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, FLOOR: tl.constexpr, WIDTH: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr = False,
+):  # fmt: skip
+    """Grid (tokens, head tiles): rotate ROWS vectors and round them to a record's values, as if written and read back."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    here = head < heads
+    column = tl.arange(0, D)
+    mask = here[:, None] & (column < WIDTH)[None, :]
+    value = tl.load(x + token * stride_t + head[:, None] * stride_h + column[None, :], mask=mask, other=0.0)
+    at = token + tl.zeros([ROWS], tl.int64)
+    a, b = _rotated(value, cos, sin, at, table_stride, here, ROWS, WIDTH, D, PAIRS)
+    scale = _group_scales(a, b, ROWS, D, FORMAT, GROUP, FLOOR)[1]
+    EXACT: tl.constexpr = FORMAT != NVFP4
+    a, b = _over(a, scale, ROWS, D, GROUP, EXACT), _over(b, scale, ROWS, D, GROUP, EXACT)
+    if FORMAT == FP8:
+        a, b = _fp8_value(_fp8_code(a, HARDWARE), HARDWARE), _fp8_value(_fp8_code(b, HARDWARE), HARDWARE)
+    else:
+        a, b = _fp4_value(_fp4_code(a)), _fp4_value(_fp4_code(b))
+    wide = tl.reshape(tl.join(a, b), [ROWS, D])
+    target = out + (token * heads + head[:, None]) * WIDTH + column[None, :]
+    tl.store(target, _scaled(wide, scale, ROWS, D, GROUP).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
