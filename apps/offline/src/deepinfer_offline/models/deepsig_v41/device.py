@@ -16,12 +16,12 @@ from torch.nn import functional
 from deepinfer_offline.models.deepsig_v41.backbone import Counters, StepResult
 from deepinfer_offline.models.deepsig_v41.cache import GLOBAL, V41Cache, entries_per_block
 from deepinfer_offline.models.deepsig_v41.config import V41Config
-from deepinfer_offline.models.deepsig_v41.device_rows import DeviceRows, HostRows
+from deepinfer_offline.models.deepsig_v41.device_rows import Constants, DeviceRows, HostRows
 from deepinfer_offline.models.deepsig_v41.device_weights import DeviceLayer, DeviceSite, wide_product
 from deepinfer_offline.models.deepsig_v41.engram import EngramHash
 from deepinfer_offline.models.deepsig_v41.replay import DecoderReplay, kept_rows, plan_trim
 from deepinfer_offline.models.deepsig_v41.schedule import LayerPlan, Schedule
-from deepinfer_offline.models.deepsig_v41.stage import Frequencies, one_hot_pre
+from deepinfer_offline.models.deepsig_v41.stage import Frequencies
 from deepinfer_offline.models.deepsig_v41.weights import ModelWeights
 from deepinfer_offline.ops import deepsig as ops
 from deepinfer_offline.ops.cuda.support import kernels
@@ -80,6 +80,8 @@ class DeviceBackbone:
         self.counters = Counters()
         self.kernels = kernels()
         self.layers = [DeviceLayer.prepare(layer, config, weights.embed.dtype) for layer in weights.layers]
+        device = weights.embed.device
+        self.constants = Constants(config.hc_mult, device)
         self.captures = all(isinstance(layer.experts, self.kernels.PackedExperts) for layer in self.layers)
 
     # --- a step ----------------------------------------------------------------------------------------------
@@ -87,11 +89,13 @@ class DeviceBackbone:
     def forward(self, batch: ForwardBatch, cache: V41Cache) -> StepResult:
         """Compute every token of the batch and write its cache entries."""
         c = self.config
-        rows = DeviceRows.of(batch, self.kernels, self.frequencies, block=self.block_size, window=c.sliding_window)
+        rows = DeviceRows.of(
+            batch, self.kernels, self.frequencies, self.constants, block=self.block_size, window=c.sliding_window
+        )
         embedded = functional.embedding(batch.token_ids, self.weights.embed)
         flow = _Flow(
             streams=embedded.unsqueeze(1).expand(-1, c.hc_mult, -1).contiguous(),
-            pre=one_hot_pre(rows.count, c.hc_mult, embedded.device),
+            pre=self.constants.pre(rows.count),
             rows=rows,
             engram_rows=self._engram_rows(batch, rows),
         )
@@ -145,7 +149,7 @@ class DeviceBackbone:
             assert engram is not None, "the layer has no Engram table"
             dtype = flow.streams.dtype
             memory = self.kernels.engram_gather(engram.table, engram.table_scale, flow.engram_rows[plan.engram], dtype)
-            flow.streams = ops.engram_update(
+            flow.streams = self.kernels.engram_update(
                 flow.streams, memory, engram.wkv, engram.q_weight, engram.k_weight, eps=self.config.rms_norm_eps
             )
         if self.weights.draft is not None and plan.index in self.config.dspark_target_layer_ids:
@@ -178,18 +182,19 @@ class DeviceBackbone:
         c, k, rows, weights = self.config, self.kernels, flow.rows, layer.source.attention
         rotary = rows.rotary(plan.ratio)
         both = functional.linear(x, weights.wqkv_a)
-        latent = k.rms_norm(both[:, : c.q_lora_rank], weights.q_norm, c.rms_norm_eps)
         window_pool = cache.window[plan.index]
-        k.norm_rope_insert(
+        latent = k.latent_insert(
+            both,
+            weights.q_norm,
             window_pool,
             rows.window_slots,
-            both[:, c.q_lora_rank :],
             "fp8",
             norm_weight=weights.kv_norm,
             eps=c.rms_norm_eps,
             table=rotary,
         )
-        if plan.mode == "full" and not written:
+        writes = plan.mode == "full" and not written
+        if writes:
             self._write_entries(x, rows, plan, layer, cache)
         if plan.selects:
             self._select(flow, x, latent, plan, layer, cache)
@@ -297,14 +302,10 @@ class DeviceBackbone:
 
     def _index_queries(self, flat: Tensor, rows: DeviceRows, ratio: int) -> Tensor:
         """[T, heads, n], rotated and rounded to the record format."""
-        c, k = self.config, self.kernels
-        queries = k.rope(flat.unflatten(-1, (c.index_n_heads, c.index_head_dim)), rows.rotary(ratio), inplace=True)
-        vectors = queries.flatten(0, 1)
-        width = ops.record_bytes("mxfp4", c.index_head_dim)
-        records = torch.empty(len(vectors), width, dtype=torch.uint8, device=flat.device)
-        places = torch.arange(len(vectors), device=flat.device)
-        k.kv_insert(records, places, vectors, "mxfp4")
-        return k.kv_gather(records, places, "mxfp4", c.index_head_dim, flat.dtype).view(queries.shape)
+        c = self.config
+        return self.kernels.rope_round(
+            flat.unflatten(-1, (c.index_n_heads, c.index_head_dim)), rows.rotary(ratio), "mxfp4"
+        )
 
     # --- experts and the end ---------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepinfer_offline.models.deepsig_v41.cache import GLOBAL, PAIRS, WINDOW
 from deepinfer_offline.models.deepsig_v41.replay import Trim
+from deepinfer_offline.models.deepsig_v41.stage import one_hot_pre
 from deepinfer_offline.ops.transfers import upload
 
 if TYPE_CHECKING:
@@ -22,6 +23,34 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+class Constants:
+    """Tensors that every step of a size reads, made once. Captured graphs hold their addresses: none is ever let go.
+
+    Args:
+        streams: of hyper-connections.
+        device: of the tensors.
+    """
+
+    def __init__(self, streams: int, device: torch.device) -> None:
+        self._streams, self._device = streams, device
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _of(self, count: int) -> tuple[Tensor, Tensor]:
+        size = 1 << max(count - 1, 0).bit_length()
+        if size not in self._made:
+            numbers = torch.arange(size, dtype=torch.int32, device=self._device)
+            self._made[size] = numbers, one_hot_pre(size, self._streams, self._device)
+        return self._made[size]
+
+    def numbers(self, count: int) -> Tensor:
+        """int32 [count]: 0, 1, ..."""
+        return self._of(count)[0][:count]
+
+    def pre(self, count: int) -> Tensor:
+        """float32 [count, streams]: 1 for the first stream, which is what the first site collapses."""
+        return self._of(count)[1][:count]
 
 
 class HostRows:
@@ -52,6 +81,8 @@ class DeviceRows:
         longest: most positions of a sequence.
         block: tokens of a block.
         window: positions that a query reads.
+        frequencies: rotary ones.
+        constants: of the steps.
     """
 
     package: Any
@@ -66,13 +97,16 @@ class DeviceRows:
     block: int
     window: int
     frequencies: Any
+    constants: Constants
     _memo: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: ForwardBatch, package: Any, frequencies: Any, *, block: int, window: int) -> DeviceRows:
+    def of(
+        cls, batch: ForwardBatch, package: Any, frequencies: Any, constants: Constants, *, block: int, window: int
+    ) -> DeviceRows:
         host, device = batch.host, batch.positions.device
         if host.num_decodes == host.num_rows:
-            owners = torch.arange(host.num_rows, dtype=torch.int32, device=device)
+            owners = constants.numbers(host.num_rows)
             firsts = batch.seq_lens - 1
         else:
             counts = host.counts
@@ -96,6 +130,7 @@ class DeviceRows:
             block=block,
             window=window,
             frequencies=frequencies,
+            constants=constants,
         )
 
     def keep(self, trim: Trim) -> tuple[DeviceRows, Tensor]:
@@ -114,6 +149,7 @@ class DeviceRows:
             block=self.block,
             window=self.window,
             frequencies=self.frequencies,
+            constants=self.constants,
         )
         return kept, index
 
