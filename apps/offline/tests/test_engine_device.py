@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from deepinfer_offline.engine.native.graphs import row_buckets
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.native.worker import DeviceWorker
+from deepinfer_offline.models.deepsig_v41.aside import Aside
 from deepinfer_offline.ops.transfers import Download, StepClock, upload, upload_into
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,3 +103,55 @@ def test_what_a_call_raises_comes_with_its_result() -> None:
     with pytest.raises(ZeroDivisionError):
         worker.submit(lambda: 1 // 0, waits=True).result()
     worker.close()
+
+
+class Streams:
+    """Stands for `torch.cuda`: which stream waited for which, and where calls ran."""
+
+    def __init__(self) -> None:
+        self.main, self.log, self.made = self.Stream(self, "main"), [], 0
+        self.now = self.main
+
+    class Stream:
+        def __init__(self, owner: Streams, name: str) -> None:
+            self.owner, self.name = owner, name
+
+        def wait_stream(self, other: Streams.Stream) -> None:
+            self.owner.log.append(f"{self.name} waits for {other.name}")
+
+    def __call__(self, _device: object) -> Streams.Stream:
+        self.made += 1
+        return self.Stream(self, f"side{self.made}")
+
+    @contextlib.contextmanager
+    def enter(self, stream: Streams.Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def work(self, name: str) -> None:
+        self.log.append(f"{name} on {self.now.name}")
+
+
+def test_a_branch_waits_for_what_was_before_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    monkeypatch.setattr("torch.cuda.Stream", streams)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _device: streams.now)
+    monkeypatch.setattr("torch.cuda.stream", streams.enter)
+    aside = Aside(torch.device("cuda"))
+    for rows in (64, 1000):
+        with aside.fork(rows):
+            streams.work(f"branch {rows}")
+        streams.work(f"trunk {rows}")
+        aside.join()
+        aside.join()
+    assert streams.log == [
+        "side1 waits for main", "branch 64 on side1", "trunk 64 on main", "main waits for side1",
+        "branch 1000 on main", "trunk 1000 on main",
+    ]  # fmt: skip
+    with aside.fork(1):
+        pass  # the step fails before it joins
+    with aside.fork(1):
+        streams.work("next")
+    assert streams.log[-4:] == ["side1 waits for main", "main waits for side1", "side1 waits for main", "next on side1"]
+    assert not Aside(torch.device("cpu")).enabled

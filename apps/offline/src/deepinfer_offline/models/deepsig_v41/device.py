@@ -6,6 +6,7 @@ and attention, norms and hyper-connections rounded to the model's dtype once ins
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepinfer_offline.models.deepsig_v41.aside import Aside
 from deepinfer_offline.models.deepsig_v41.backbone import Counters, StepResult
 from deepinfer_offline.models.deepsig_v41.cache import GLOBAL, V41Cache, entries_per_block
 from deepinfer_offline.models.deepsig_v41.config import V41Config
@@ -82,6 +84,7 @@ class DeviceBackbone:
         self.layers = [DeviceLayer.prepare(layer, config, weights.embed.dtype) for layer in weights.layers]
         device = weights.embed.device
         self.constants = Constants(config.hc_mult, device)
+        self.aside = Aside(device)
         self.captures = all(isinstance(layer.experts, self.kernels.PackedExperts) for layer in self.layers)
 
     # --- a step ----------------------------------------------------------------------------------------------
@@ -194,12 +197,15 @@ class DeviceBackbone:
             table=rotary,
         )
         writes = plan.mode == "full" and not written
-        if writes:
-            self._write_entries(x, rows, plan, layer, cache)
-        if plan.selects:
-            self._select(flow, x, latent, plan, layer, cache)
+        selection = nullcontext() if not (writes or plan.selects) else self.aside.fork(rows.count)
+        with selection:
+            if writes:
+                self._write_entries(x, rows, plan, layer, cache)
+            if plan.selects:
+                self._select(flow, x, latent, plan, layer, cache)
         q = functional.linear(latent, weights.wq_b).unflatten(-1, (c.num_attention_heads, c.head_dim))
         q = k.rope(q, rotary, inplace=True)
+        self.aside.join()
         extra: dict[str, Tensor] = {}
         if plan.ratio:
             assert flow.selected is not None, f"layer {plan.index} has no selection to reuse"
@@ -311,6 +317,9 @@ class DeviceBackbone:
 
     def _experts(self, x: Tensor, layer: DeviceLayer) -> Tensor:
         c, k, moe = self.config, self.kernels, layer.source.moe
+        with self.aside.fork(x.shape[0]):
+            inner = k.clamped_swiglu(functional.linear(x, moe.shared_gate_up), c.swiglu_limit)
+            shared = functional.linear(inner, moe.shared_down)
         ids, weights = k.router(
             x if layer.gate.dtype == x.dtype else x.to(layer.gate.dtype),
             layer.gate,
@@ -319,11 +328,16 @@ class DeviceBackbone:
             normalise=c.norm_topk_prob,
             scale=c.routed_scaling_factor,
         )
-        inner = k.clamped_swiglu(functional.linear(x, moe.shared_gate_up), c.swiglu_limit)
-        shared = functional.linear(inner, moe.shared_down)
         if isinstance(layer.experts, k.PackedExperts):
-            return k.moe_experts(x, ids, weights, layer.experts, limit=c.swiglu_limit, shared=shared)
-        return ops.moe_experts(x, ids, weights, layer.experts, limit=c.swiglu_limit) + shared
+
+            def finished() -> Tensor:
+                self.aside.join()
+                return shared
+
+            return k.moe_experts(x, ids, weights, layer.experts, limit=c.swiglu_limit, shared=finished)
+        routed = ops.moe_experts(x, ids, weights, layer.experts, limit=c.swiglu_limit)
+        self.aside.join()
+        return routed + shared
 
     def _finish(self, flow: _Flow, batch: ForwardBatch, trim: Any) -> StepResult:
         counters, total = self.counters, len(batch.token_ids)
