@@ -215,3 +215,21 @@ def test_latent_insert_is_a_norm_and_an_insert(fmt, n, q, t) -> None:
     assert (pools[0] != records.new_pool(t + 3, fmt, n, DEVICE)).any() == (t > 1)
     # The sum of squares may run in another order.
     assert (latent - kernels.rms_norm(both[:, :q], q_weight, 1e-6)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("pairs", [5, 3000, 20000])
+def test_pairs_are_grouped_in_order(pairs) -> None:
+    from deepinfer_kernels_cuda.experts import group_pairs
+
+    experts = 3
+    ids = torch.randint(-1, experts, (pairs, 1), device=DEVICE)
+    order, offsets = group_pairs(ids, experts)
+    want = [(ids.flatten() == expert).nonzero().flatten() for expert in range(experts)]
+    assert offsets.tolist() == torch.tensor([0, *map(len, want)]).cumsum(0).tolist()
+    assert order[: offsets[-1]].tolist() == torch.cat(want).tolist()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 700])
+def test_engram_rows_are_all_read(tokens) -> None:
+    table, rows = rand(50, 32), torch.randint(0, 50, (tokens, 7), device=DEVICE)
+    assert torch.equal(kernels.engram_gather(table, None, rows, table.dtype), table[rows].flatten(1))
