@@ -10,7 +10,7 @@ import torch
 
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
-from .native import NativeKernel
+from .native import NativeKernel, native_reason
 from .overlap import overlap, overlaps
 from .providers import MeasuredChoice
 from .weights import MxWeights, mx_weights, pack_sm90
@@ -27,6 +27,8 @@ _GROUPED = {
     for up in (True, False)
     for wide in (True, False)
 }
+#: Pairs an expert from which weights are decoded once for many tokens.
+DECODE_ONCE_PAIRS = 64
 #: Over how many pairs an expert the widest tile of the decode-once kernel is taken.
 _WIDE_PAIRS = 96
 #: Pairs from which they are grouped in larger blocks.
@@ -101,8 +103,8 @@ def moe_experts(
         experts: `PackedExperts`, or what `prepare_experts` takes (then the portable kernel reads it as it is).
         limit: `swiglu_limit`.
         shared: Output of the shared expert [t, d], added at the end; or what gives it, called when all else is enqueued.
-        kernel: `decode_once` decodes packed weights once for up to 128 tokens (prefill; sm90, asked for by name until its
-            conformance tests have run on a GPU in full); None the kernel that `experts` are prepared for.
+        kernel: `decode_once` decodes packed weights once for up to 128 tokens (prefill; sm90); None chooses by the load of an
+            expert, among the kernels that `experts` are prepared for.
 
     Returns:
         [t, d] in x's dtype.
@@ -123,12 +125,11 @@ def moe_experts(
     ids, weights = ids.contiguous(), weights.contiguous()
     order, offsets = group_pairs(ids, packed.count)
     run = _run_sm90 if packed.gate_up.packed else _run_portable
-    if kernel == "decode_once":
-        wide = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.dtype == torch.bfloat16
-        require(
-            packed.gate_up.packed and wide, "decode_once takes packed weights and bfloat16 rows on 16-byte boundaries"
-        )
-        run = _run_decode_once
+    many = ids.numel() >= DECODE_ONCE_PAIRS * packed.count and native_reason() is None
+    if kernel == "decode_once" or many:
+        fits = packed.gate_up.packed and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.dtype == torch.bfloat16
+        require(fits or kernel is None, "decode_once takes packed weights and bfloat16 rows on 16-byte boundaries")
+        run = _run_decode_once if fits else run
     parts = run(x, ids, weights, packed, order, offsets, limit)
     if callable(shared):
         shared = shared()
