@@ -97,7 +97,7 @@ def mhc_chunked(streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, sca
                 iterations: int, eps: float, output: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> mhc.MhcStep:  # fmt: skip
     """`mhc_step` of many tokens, some at a time: the projection then finds the new streams in the L2, and with `side` it runs
     beside the next tokens' pass."""
-    t, s, d = streams.shape
+    t, _, _ = streams.shape
     new, x = torch.empty_like(streams), streams.new_empty(t, d)
     squares = torch.empty(t, dtype=torch.float32, device=streams.device)
     mixes, main = [], torch.cuda.current_stream() if side is not None else None
