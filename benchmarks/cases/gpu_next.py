@@ -94,10 +94,11 @@ def _difference(found: Any, want: Any, near: float) -> str:
 
 def mhc_chunked(streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, *, chunk: int,
                 side: torch.cuda.Stream | None, pre: torch.Tensor, norm_weight: torch.Tensor, norm_eps: float,
-                iterations: int, eps: float, output: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> mhc.MhcStep:  # fmt: skip
+                iterations: int, eps: float, output: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+                ) -> mhc.MhcStep:  # fmt: skip
     """`mhc_step` of many tokens, some at a time: the projection then finds the new streams in the L2, and with `side` it runs
     beside the next tokens' pass."""
-    t, _, _ = streams.shape
+    t, _, d = streams.shape
     new, x = torch.empty_like(streams), streams.new_empty(t, d)
     squares = torch.empty(t, dtype=torch.float32, device=streams.device)
     mixes, main = [], torch.cuda.current_stream() if side is not None else None
