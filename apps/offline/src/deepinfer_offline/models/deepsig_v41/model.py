@@ -181,8 +181,11 @@ class DeepSigV41Model:
         return block_views(self.spec, cache)
 
     def capture_limit(self, longest: int) -> int | None:
-        """See `deepinfer_offline.models.base.Capturable`. Scores are as wide as the limit, so there are several."""
-        if not getattr(self.backbone, "captures", False) or self.drafting:
+        """See `deepinfer_offline.models.base.Capturable`. Scores are as wide as the limit, so there are several.
+
+        A step that writes the draft's context is captured too, as long as it verifies nothing.
+        """
+        if not getattr(self.backbone, "captures", False):
             return None
         return min(_capture_limit(longest), self.options.max_model_len)
 
