@@ -1,3 +1,5 @@
+# Launches kernels with arguments that no type checker knows.
+# pyrefly: ignore-errors
 """What the next visit to a GPU decides: candidates and launch shapes beside what is in use, each checked before it is timed.
 
 `python benchmarks/cases/gpu_next.py [names...]`. Without a GPU, `TRITON_INTERPRET=1` and `--check` compare results only, on

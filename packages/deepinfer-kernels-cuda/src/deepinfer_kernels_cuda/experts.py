@@ -28,7 +28,7 @@ _GROUPED = {
     for wide in (True, False)
 }
 #: Pairs an expert from which weights are decoded once for many tokens.
-DECODE_ONCE_PAIRS = 64
+DECODE_ONCE_PAIRS: int = 64
 #: Over how many pairs an expert the widest tile of the decode-once kernel is taken.
 _WIDE_PAIRS = 96
 #: Pairs from which they are grouped in larger blocks.

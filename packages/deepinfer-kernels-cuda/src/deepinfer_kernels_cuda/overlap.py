@@ -10,7 +10,7 @@ from .capability import device_arch
 
 OFF, DRAIN, EARLY = 0, 1, 2
 #: How far kernels overlap: not at all; a kernel comes when the one before drains; as soon as every block of that one has begun.
-MODE = DRAIN
+MODE: int = DRAIN
 
 
 def overlap(device: torch.device) -> dict[str, Any]:

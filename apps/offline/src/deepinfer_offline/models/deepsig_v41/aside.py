@@ -46,6 +46,6 @@ class Aside:
 
     def join(self) -> None:
         """What is enqueued from now on waits for the branch, if there is one."""
-        if self._open:
+        if self._open and self._stream is not None:
             self._open = False
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
