@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.runner import ModelRunner, StepResult
 
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
-_SHARE = 0.004  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
+_SHARE = 0.006  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
 _START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
 _URGENT = 2  # forecasts on credit when a good part of the rows begin their answers
 _BEGUN = 8  # one row of so many is a good part
@@ -153,20 +153,19 @@ class Speculation:
         if not decodes:
             return
         self._steps[on] += 1
+        self._credit.earn(passed)
         if steady and ahead:
             self._costs.observe_ahead(decodes, max(passed, result.seconds))
         if on:
             saved = self._count(result, rows)
             if steady and not ahead:
                 self._learn(result, decodes, passed, saved)
-        else:
-            self._credit.earn(passed)
-            if self._trial and steady and self._steps[False] > _TRIAL_AFTER:
-                self._trial = False
-                self._switches.meet(decodes).try_on()
-            elif self._costs.known and (self._credit.ready or self._urgent):
-                self._urgent = max(0, self._urgent - 1)
-                self._probe(decodes, answers)
+        elif self._trial and steady and self._steps[False] > _TRIAL_AFTER:
+            self._trial = False
+            self._switches.meet(decodes).try_on()
+        elif not self._switches.current.rest() and self._costs.known and (self._credit.ready or self._urgent):
+            self._urgent = max(0, self._urgent - 1)
+            self._probe(answers)
         if not self._forced:
             self._turn(decodes, on, answers)
 
@@ -204,7 +203,7 @@ class Speculation:
         if drafts:
             self._switches.current.measure((rows + saved) * plain / rows, min(passed, _OUTLIER * self._expected))
         else:
-            self._switches.current.wait(self._costs.host_seconds(rows) / plain)
+            self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / plain - 1.0)
 
     def _turn(self, rows: int, was_on: bool, answers: Mapping[int, Answer]) -> None:
         """Go on as the present load's switch says. Drafts that were proposed for the next step are taken back."""
@@ -214,14 +213,16 @@ class Speculation:
         else:
             self._switches.meet(rows)
 
-    def _probe(self, decodes: int, answers: Mapping[int, Answer]) -> None:
+    def _probe(self, answers: Mapping[int, Answer]) -> None:
         """Off: what would drafts save now? A few rows are drafted, nothing is verified."""
-        begin = time.perf_counter()
         running = self._running(answers, ready=False)
         rows = self._sample(running)
+        # Not on credit: a text is told once, and what its prompt took is a hundred times as long.
+        self._following.tell(rows)
+        begin = time.perf_counter()
         if rows:
             limits = self._limits(rows)
-            worth, seconds = self._worth(running), self._seconds(decodes)
+            worth, seconds = self._worth(running), self._seconds(len(running))
             draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
             without, along = self._forecast(draft, rows, running, worth, seconds)
             self._best_gain = max(self._best_gain, without / along)
