@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.stage import Frequencies, one_hot_pre
 from deepinfer_offline.models.deepsig_v41.weights import LayerWeights, ModelWeights
 from deepinfer_offline.ops import deepsig as ops
+from deepinfer_offline.ops.cuda.support import kernels
 
 if TYPE_CHECKING:
     from deepinfer_offline.models.deepsig_v41.backbone import StepResult
@@ -40,6 +41,11 @@ class DraftBlock:
     logits: Tensor
     confidence: Tensor
     hidden: Tensor
+
+
+def record_ops(pool: Tensor) -> Any:
+    """What reads and writes records of a pool. The portable ops ask on the host whether slots are absent: on CUDA a wait."""
+    return kernels() if pool.is_cuda and kernels() is not None else ops
 
 
 def greedy(logits: Tensor, _position: int) -> Tensor:
@@ -66,7 +72,8 @@ class Draft:
         rotary = result.stage.rotary(0)
         for number, stage in enumerate(draft.stages):
             _, kv = project_latents(main, stage.attention, self.config, rotary)
-            ops.kv_insert(cache.window[self.config.num_hidden_layers + number], result.stage.window_slots, kv, "fp8")
+            pool = cache.window[self.config.num_hidden_layers + number]
+            record_ops(pool).kv_insert(pool, result.stage.window_slots, kv, "fp8")
 
     def held_from(self, positions: Tensor) -> Tensor:
         """int64 [R], lowest context position that still has its block when the next row computes `positions`.
@@ -148,7 +155,7 @@ class Draft:
             q = functional.linear(latent, stage.attention.wq_b).unflatten(-1, (c.num_attention_heads, c.head_dim))
             q = ops.apply_rope(q, rotary).unflatten(0, (rows, -1))
             own = ops.round_to_record(kv, "fp8").unflatten(0, (rows, -1)).float()
-            context = ops.kv_gather(pool, slots, "fp8", c.head_dim, torch.float32)
+            context = record_ops(pool).kv_gather(pool, slots, "fp8", c.head_dim, torch.float32)
             keys = torch.cat((context, own, own.new_zeros(rows, 1, c.head_dim)), dim=1)
             present = torch.cat((slots >= 0, slots.new_ones((rows, own.shape[1] + 1), dtype=torch.bool)), dim=1)
             allowed = present.unsqueeze(1).expand(-1, q.shape[1], -1)
