@@ -15,6 +15,7 @@ from deepinfer_offline.models.deepsig_v41.attention import attention_output, pro
 from deepinfer_offline.models.deepsig_v41.block import Residual, feed_forward, site
 from deepinfer_offline.models.deepsig_v41.cache import WINDOW, V41Cache
 from deepinfer_offline.models.deepsig_v41.config import V41Config
+from deepinfer_offline.models.deepsig_v41.device_rows import DeviceRows
 from deepinfer_offline.models.deepsig_v41.stage import Frequencies, one_hot_pre
 from deepinfer_offline.models.deepsig_v41.weights import LayerWeights, ModelWeights
 from deepinfer_offline.ops import deepsig as ops
@@ -44,7 +45,7 @@ class DraftBlock:
 
 
 def record_ops(pool: Tensor) -> Any:
-    """What reads and writes records of a pool. The portable ops ask on the host whether slots are absent: on CUDA a wait."""
+    """What reads records of a pool. The portable op asks on the host whether slots are absent: on CUDA a wait."""
     return kernels() if pool.is_cuda and kernels() is not None else ops
 
 
@@ -69,11 +70,22 @@ class Draft:
         assert result.features is not None, "the step made no draft features"
         main = functional.linear(result.features, draft.main_proj)
         main = ops.rms_norm(main, draft.main_norm, self.config.rms_norm_eps)
-        rotary = result.stage.rotary(0)
+        rows = result.stage
         for number, stage in enumerate(draft.stages):
-            _, kv = project_latents(main, stage.attention, self.config, rotary)
-            pool = cache.window[self.config.num_hidden_layers + number]
-            record_ops(pool).kv_insert(pool, result.stage.window_slots, kv, "fp8")
+            pool, weights = cache.window[self.config.num_hidden_layers + number], stage.attention
+            if isinstance(rows, DeviceRows):
+                rows.package.norm_rope_insert(
+                    pool,
+                    rows.window_slots,
+                    functional.linear(main, weights.wqkv_a[self.config.q_lora_rank :]),
+                    "fp8",
+                    norm_weight=weights.kv_norm,
+                    eps=self.config.rms_norm_eps,
+                    table=rows.rotary(0),
+                )
+            else:
+                _, kv = project_latents(main, weights, self.config, rows.rotary(0))
+                ops.kv_insert(pool, rows.window_slots, kv, "fp8")
 
     def held_from(self, positions: Tensor) -> Tensor:
         """int64 [R], lowest context position that still has its block when the next row computes `positions`.
