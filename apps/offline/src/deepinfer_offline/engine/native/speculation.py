@@ -6,7 +6,8 @@ much of it is verified; so budgets may look at the current drafts (`deepinfer_sp
 
 While it is off the loop runs one step ahead as ever. Now and then a few rows are drafted and nothing is verified: the
 tokens that come anyway say what the drafts were worth. This may take a small share of the time, by the clock. While it
-is on the loop is synchronous: a draft follows a token that must be known.
+is on the loop is synchronous, since a draft follows a token that must be known, unless the steps themselves draft
+(`deepinfer_offline.engine.native.ahead_drafts`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from deepinfer_offline.engine.native.following import Following
 from deepinfer_offline.engine.native.grammar_drafts import within_grammars
 
 if TYPE_CHECKING:
-    from deepinfer_sched import Scheduler
+    from deepinfer_sched import DraftsAhead, Scheduler
 
+    from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
     from deepinfer_offline.engine.native.answer import Answer
-    from deepinfer_offline.engine.native.runner import ModelRunner, StepResult
+    from deepinfer_offline.engine.native.results import StepResult
+    from deepinfer_offline.engine.native.runner import ModelRunner
 
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
 _SHARE = 0.004  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
@@ -53,17 +56,25 @@ class Speculation:
         scheduler: takes the lengths to verify.
         runner: takes the draft ids.
         reason: why this drafter, for the report.
+        ahead: plans steps whose drafts stay on the device; None where every draft passes through the host.
         trial: try it once it is known what steps take without it. For a drafter that runs on the device: to draft without
             verifying costs it nearly as much as to verify, so too few forecasts would be made.
     """
 
     def __init__(
-        self, drafter: Drafter, scheduler: Scheduler, runner: ModelRunner, reason: str = "", trial: bool = False
+        self,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        reason: str = "",
+        trial: bool = False,
+        ahead: AheadDrafts | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._reason = reason
         self._trial = trial
+        self._ahead = ahead
         self._fixed: int | None = None
         self._forced = False
         self._following = Following(drafter)
@@ -86,11 +97,11 @@ class Speculation:
         """
         self._forced, self._fixed = True, length
         if drafter is not None:
-            self._following = Following(drafter)
+            self._following, self._ahead = Following(drafter), None
 
     @property
     def synchronous(self) -> bool:
-        """Whether the loop must take a step's results before it plans the next one."""
+        """Whether drafts are verified: then the loop takes a step's results before it plans the next one, unless `ahead`."""
         return self._forced or self._switches.current.on
 
     def end(self, answer: Answer) -> None:
@@ -98,6 +109,14 @@ class Speculation:
         self._following.end(answer)
         self._drafted.pop(answer.seq.seq_id, None)
         self._pace.pop(answer.seq.seq_id, None)
+
+    def ahead(self) -> DraftsAhead | None:
+        """How to plan the next step while others are in flight; None when its drafts must follow tokens that are known."""
+        if self._ahead is None or not self._ahead.possible:
+            return None
+        rows = self._scheduler.num_running
+        plain = not self._forced and rows > 0 and self._costs.needs_plain(rows, self._fresh)
+        return self._ahead.offer(self._budget_ahead, plain=plain, fixed=self._fixed)
 
     def propose(self, answers: Mapping[int, Answer]) -> None:
         """Before a plan of the synchronous loop: draft for every row that is ready, and tell scheduler and runner."""
@@ -109,8 +128,7 @@ class Speculation:
         limits = self._limits(rows)
         seconds = self._seconds(len(rows))
         draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
-        fresh = _OFTEN if self._switches.current.gain < _MODEST else _RARELY
-        self._comparing = not self._forced and self._costs.needs_plain(draft.rows, fresh)
+        self._comparing = not self._forced and self._costs.needs_plain(draft.rows, self._fresh)
         lengths = self._lengths(draft, worth, seconds)
         for answer, made, value, length, ids in zip(
             rows, draft.counts.tolist(), worth.tolist(), lengths.tolist(), draft.token_ids.tolist(), strict=True
@@ -133,6 +151,8 @@ class Speculation:
         passed = min(now - self._landed, 2.0 * result.seconds)
         steady = decodes == plan.num_rows and synchronous == self._was_synchronous
         self._was_synchronous, self._landed = synchronous, now
+        if self._ahead is not None:
+            self._ahead.landed(result, self._following, answers)
         if not decodes:
             return
         self._steps[synchronous] += 1
@@ -178,10 +198,13 @@ class Speculation:
 
     def _learn(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
         """On: what did the step cost, and what did it save? `saved`: accepted drafts by their worth."""
-        self._costs.observe(rows, int(result.plan.drafts.sum()), result.seconds)
+        drafts, ahead = int(result.verified.sum()), result.plan.ahead
+        if drafts or result.drafted is None:  # a step that drafted and verified nothing is neither plain nor the other
+            self._costs.observe(rows, drafts, result.seconds)
         self._costs.observe_host(rows, passed - result.seconds, result.seconds)
-        if not (self._comparing or self._forced):
-            expected = float(self._costs.synchronous(rows, int(result.plan.drafts.sum()))[-1])
+        comparing = self._comparing if ahead is None else not ahead.width
+        if not (comparing or self._forced):
+            expected = float(self._costs.synchronous(rows, drafts)[-1])
             without = (rows + saved) * self._costs.ahead(rows) / rows
             self._switches.current.measure(without, min(passed, _OUTLIER * expected))
 
@@ -236,6 +259,15 @@ class Speculation:
         value = draft.survivals() * worth[:, None]
         return admit(value, draft.counts, self._best(draft.rows, expected_tokens(value), seconds))
 
+    def _budget_ahead(self, rows: int, tokens: np.ndarray) -> int:
+        """Drafts to verify in a step that is planned ahead."""
+        return self._best(rows, tokens, self._seconds(rows)) if self._costs.known else 0
+
+    @property
+    def _fresh(self) -> int:
+        """Steps of a size between two without drafts."""
+        return _OFTEN if self._switches.current.gain < _MODEST else _RARELY
+
     def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
         """Drafts to verify by the best rate over all budgets; 0 unless it is clearly better than none."""
         rate = (rows + tokens) / seconds[: tokens.size]
@@ -281,7 +313,8 @@ class Speculation:
         taken = rows & (result.num_tokens > 0)
         ids, accepted = plan.seq_ids[taken].tolist(), result.num_tokens[taken] - 1
         made = [self._drafted.get(seq_id, (0, 1.0)) for seq_id in ids]
-        self.statistics.record(np.array([count for count, _ in made], np.int64), plan.drafts[taken], accepted)
+        drafted = plan.drafts[taken] if plan.ahead else np.array([count for count, _ in made], np.int64)
+        self.statistics.record(drafted, result.verified[taken], accepted)
         for seq_id, number in zip(ids, accepted.tolist(), strict=True):
             pace = self._pace.get(seq_id, 1.0)
             self._pace[seq_id] = pace + _PACE_RATE * (1.0 + number - pace)
