@@ -149,21 +149,21 @@ def test_logprobs_describe_the_verified_tokens(made: tuple[Path, Path], plain: L
 def record(llm: LLM) -> list[tuple[list[int], list[int], np.ndarray]]:
     """From now on: (tokens up to the anchor, drafted tokens, raw confidences) of every block."""
     drafter, blocks = drafter_of(llm), []
-    draft, scheduler = drafter._draft, drafter._scheduler
+    guess, scheduler = drafter.guess, drafter._scheduler
 
-    def noted(sequences: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        tokens, logits = draft(sequences)
+    def noted(sequences: list[int], tokens: np.ndarray, logits: np.ndarray) -> None:
         known = [list(scheduler.sequence(sequence).tokens) for sequence in sequences]
         blocks.extend(zip(known, tokens.tolist(), logits, strict=True))
-        return tokens, logits
+        guess(sequences, tokens, logits)
 
-    drafter._draft = noted
+    drafter.guess = noted
     return blocks
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize(("window", "gathered"), [(0, 1 << 26), (6, 1 << 26), (0, 500)])
 def test_blocks_are_those_of_a_drafter_with_a_context_of_its_own(
-    made: tuple[Path, Path], tmp_path: Path, window: int, gathered: int, monkeypatch: pytest.MonkeyPatch
+    made: tuple[Path, Path], tmp_path: Path, window: int, gathered: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After prefix hits, chunks and rejected drafts, against the library's drafter fed with transformers' hidden states.
 
@@ -176,7 +176,8 @@ def test_blocks_are_those_of_a_drafter_with_a_context_of_its_own(
     config = json.loads((made[1] / "config.json").read_text())
     config |= {"sliding_window": window, "use_sliding_window": bool(window)}
     (folder / "config.json").write_text(json.dumps(config))
-    with open_llm((made[0], folder), block_size=4, max_num_seqs=4, max_num_batched_tokens=20) as llm:
+    options = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 20, "async_scheduling": ahead}
+    with open_llm((made[0], folder), **options) as llm:
         blocks = record(llm)
         answers(llm, GREEDY, prompts(12))
         assert llm.stats().cached_tokens > 40

@@ -199,7 +199,7 @@ class Speculation:
     def _learn(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
         """On: what did the step cost, and what did it save? `saved`: accepted drafts by their worth."""
         drafts, ahead = int(result.verified.sum()), result.plan.ahead
-        if drafts or result.drafted is None:  # a step that drafted and verified nothing is neither plain nor the other
+        if drafts or result.drafted is None or not self._costs.known:  # a step that drafted and verified nothing is neither plain nor the other
             self._costs.observe(rows, drafts, result.seconds)
         self._costs.observe_host(rows, passed - result.seconds, result.seconds)
         comparing = self._comparing if ahead is None else not ahead.width
