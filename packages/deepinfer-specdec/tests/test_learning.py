@@ -50,17 +50,34 @@ def test_plain_steps_are_wanted_for_steps_of_their_own_size() -> None:
         costs.observe(rows, 0, 0.001 * rows)
     for _ in range(31):
         costs.observe(16, 8, 0.020)
-    assert not costs.needs_plain(16, fresh=32)
-    assert not costs.needs_plain(4, fresh=4)
+    assert not costs.needs_plain(16)
+    assert not costs.needs_plain(4)
     for _ in range(2):
         costs.observe(15, 8, 0.020)
-    assert costs.needs_plain(16, fresh=32)
-    assert not costs.needs_plain(4, fresh=4)
+    assert costs.needs_plain(16)
+    assert not costs.needs_plain(4)
     costs.observe(14, 0, 0.014)
-    assert not costs.needs_plain(16, fresh=32)
-    for _ in range(70):
+    assert not costs.needs_plain(16)
+    for _ in range(600):
         costs.observe(16, 8, 0.020)
-    assert costs.needs_plain(4, fresh=4)  # the machine may have changed since
+    assert costs.needs_plain(4)  # the machine may have changed since
+
+
+def test_a_gain_that_leaves_no_doubt_is_measured_less() -> None:
+    costs = StepCosts()
+    assert costs.needs_plain(6, gain=3.0), "not before anything is known"
+    costs.observe(4, 0, 0.010)
+    costs.observe(4, 0, 0.010)
+    assert costs.needs_plain(6, gain=1.1)
+    assert not costs.needs_plain(6, gain=1.5), "four rows say enough about six"
+    assert costs.needs_plain(9, gain=3.0), "but not about nine"
+    for _ in range(100):
+        costs.observe(4, 8, 0.012)
+    assert costs.needs_plain(4, gain=1.1)
+    assert not costs.needs_plain(4, gain=1.5)
+    for _ in range(40):
+        costs.observe(4, 8, 0.012)
+    assert costs.needs_plain(4, gain=1.5), "it ends some time"
 
 
 def test_step_costs_keep_kinks() -> None:
@@ -207,6 +224,44 @@ def test_what_was_won_long_ago_pays_for_no_losses(good: int, gain: float, loss: 
         steps += 1
     most = (switch.options.reserve + switch.options.patience) / (1.0 - loss) + switch.options.settle
     assert steps <= most
+
+
+def test_waiting_for_drafts_ends_and_is_no_failure() -> None:
+    """A text that stops repeating: off after half a step of waiting, whatever was won before; on with the first good forecast."""
+    switch = SpeculationSwitch()
+    while not switch.expect(1.5, 1.0):
+        pass
+    for _ in range(50):
+        switch.measure(2.0, 1.0)
+    steps = 1
+    while switch.wait(0.0625):
+        steps += 1
+    assert steps == 8
+    assert switch.expect(1.07, 1.0), "neither a pause nor less trust"
+    steps = 1
+    while switch.wait(0.0625):
+        steps += 1
+    assert steps == 4, "a forecast that nothing came of is worth half as long"
+
+
+def test_forecasts_that_failed_are_trusted_less_but_never_for_good() -> None:
+    switch = SpeculationSwitch()
+    for _ in range(20):
+        for _ in range(200):
+            if switch.expect(1.45, 1.0):
+                break
+        assert switch.on, "a gain this large is tried again"
+        while switch.measure(0.8, 1.0):
+            pass
+    switch = SpeculationSwitch()
+    while not switch.expect(1.2, 1.0):
+        pass
+    while switch.measure(0.9, 1.0):
+        pass
+    forecasts = 1
+    while not switch.expect(1.2, 1.0):
+        forecasts += 1
+    assert forecasts > switch.options.pause, "a modest one waits for trust to come back, not for the pause alone"
 
 
 def test_a_trial_ends_by_the_clock() -> None:

@@ -117,6 +117,11 @@ class Scheduler:
         """Steps planned and not yet applied."""
         return len(self._flights)
 
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether a step in flight samples under a grammar."""
+        return any((plan.constrained & plan.samples).any() for plan, _ in self._flights)
+
     # --- a step ----------------------------------------------------------------------------------------------
 
     def plan(self, ahead: DraftsAhead | None = None) -> StepPlan | None:

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from deepinfer_structured import whitespace
 from deepinfer_structured.config import Options
 from deepinfer_structured.engines import llguidance, xgrammar
 from deepinfer_structured.errors import EngineMissing, LimitExceeded, StructuredError, UnsatisfiableSchema
@@ -46,7 +47,13 @@ def compile_spec(spec: Spec, vocabulary: Vocabulary, options: Options | None = N
         compiled = llguidance.LlguidanceGrammar(found.text, vocabulary)
     except StructuredError as error:
         raise _explained(error, spec, found, options) from None
-    return Grammar(spec, vocabulary, found.engine, compiled, found.notes, found.unique, found.distinct_keys)
+    if found.max_whitespace is not None:
+        whitespace.tables(
+            vocabulary, found.max_whitespace
+        )  # made here, not by the thread that starts the first sequence
+    return Grammar(
+        spec, vocabulary, found.engine, compiled, found.notes, found.unique, found.distinct_keys, found.max_whitespace
+    )
 
 
 @functools.lru_cache(maxsize=1024)

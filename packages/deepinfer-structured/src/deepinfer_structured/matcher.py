@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from deepinfer_structured.engines.base import EngineMatcher
     from deepinfer_structured.guard import Guard
     from deepinfer_structured.vocab import Vocabulary
+    from deepinfer_structured.whitespace import Whitespace
 
 
 class Matcher:
@@ -22,11 +23,18 @@ class Matcher:
     (`is_terminated`), and can be rolled back like any other.
     """
 
-    __slots__ = ("_count", "_ended", "guard", "native", "vocabulary")
+    __slots__ = ("_count", "_ended", "guard", "native", "vocabulary", "whitespace")
 
-    def __init__(self, native: EngineMatcher, vocabulary: Vocabulary, guard: Guard | None = None) -> None:
+    def __init__(
+        self,
+        native: EngineMatcher,
+        vocabulary: Vocabulary,
+        guard: Guard | None = None,
+        whitespace: Whitespace | None = None,
+    ) -> None:
         self.native = native
         self.guard = guard
+        self.whitespace = whitespace
         self.vocabulary = vocabulary
         self._count = 0  # tokens accepted by the library, without the end-of-sequence token
         self._ended = False
@@ -51,12 +59,23 @@ class Matcher:
         return len(token_ids)
 
     def _accept(self, token: int) -> bool:
-        if self.native.accept([token]) != 1:
+        whitespace = self.whitespace
+        if whitespace is not None and not whitespace.accept(token):
             return False
-        if self.guard is not None and not self.guard.accept(token):
+        if self.native.accept([token]) == 1:
+            if self.guard is None or self.guard.accept(token):
+                return True
             self.native.rollback(1)
-            return False
-        return True
+        if whitespace is not None:
+            whitespace.rollback(1)
+        return False
+
+    def _take_back(self, count: int) -> None:
+        self.native.rollback(count)
+        if self.guard is not None:
+            self.guard.rollback(count)
+        if self.whitespace is not None:
+            self.whitespace.rollback(count)
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` accepted tokens.
@@ -70,10 +89,8 @@ class Matcher:
             self._ended = False
             count -= 1
         if count:
-            self.native.rollback(count)
+            self._take_back(count)
             self._count -= count
-            if self.guard is not None:
-                self.guard.rollback(count)
 
     def fill_mask(self, row: Mask) -> None:
         """Write the mask of the next token into a contiguous int32 row of `ceil(vocabulary.size / 32)` words, in place.
@@ -93,11 +110,13 @@ class Matcher:
             self.restrict(row)
 
     def restrict(self, row: Mask) -> None:
-        """Take out of a row that the library has filled what the guard forbids, in place.
+        """Take out of a row that the library has filled what the guard and the bound on whitespace forbid, in place.
 
         Raises:
             MatcherError: nothing is left: the grammar asks for another item where no distinct one is possible.
         """
+        if self.whitespace is not None:
+            self.whitespace.restrict(row)
         if self.guard is None:
             return
         self.guard.restrict(row)
@@ -126,8 +145,7 @@ class Matcher:
             found = bool(row.any()) or any(self._survives(t, dead) for t in further)
             if not found:
                 dead.add(written)
-        self.native.rollback(1)
-        self.guard.rollback(1)
+        self._take_back(1)
         return found
 
     def fill_draft_masks(self, draft: Sequence[int], rows: Mask) -> int:
@@ -170,6 +188,7 @@ class Matcher:
     def forced_tokens(self) -> list[int]:
         """Tokens that must come next because the grammar leaves one continuation; may be empty."""
         forced = [] if self.is_terminated else self.native.forced()
+        # Whitespace is never forced, so no forced token breaks its bound: outside strings there is always another way.
         return forced if self.guard is None else forced[: self.allows(forced)]
 
     @property
@@ -184,7 +203,8 @@ class Matcher:
 
     def clone(self) -> Matcher:
         """An independent copy in the same state."""
-        other = Matcher(self.native.clone(), self.vocabulary, self.guard and self.guard.clone())
+        whitespace = self.whitespace and self.whitespace.clone()
+        other = Matcher(self.native.clone(), self.vocabulary, self.guard and self.guard.clone(), whitespace)
         other._count, other._ended = self._count, self._ended
         return other
 

@@ -36,11 +36,11 @@ def lower_natively(spec: Spec, options: Options) -> Lowered:
         raise LimitExceeded("the schema is too large, or no object")
     if values.depth(schema, options.limits.max_depth) > options.limits.max_depth:
         raise LimitExceeded(f"the schema is nested deeper than {options.limits.max_depth}")
-    blank = {"whitespace_pattern": f"[ \\n\\r\\t]{{1,{options.max_whitespace}}}"} if options.max_whitespace else {}
-    overrides = blank or {"whitespace_flexible": False}
+    overrides = {"whitespace_flexible": options.max_whitespace > 0}
     text = llguidance.require().LLMatcher.grammar_from_json_schema(spec.content, overrides=overrides)
     note = "compiled by llguidance: too many alternatives to be lowered here"
-    return Lowered("llguidance", text, (note,), distinct_keys="minProperties" in spec.content)
+    bound, keys = options.max_whitespace or None, "minProperties" in spec.content
+    return Lowered("llguidance", text, (note,), distinct_keys=keys, max_whitespace=bound)
 
 
 def explain_misfit(spec: Spec, options: Options) -> UnsatisfiableSchema:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 
@@ -10,10 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 _GRID = np.unique(np.round(2.0 ** np.arange(0, 12.01, 0.5)).astype(np.int64))  # 1, 2, 3, 4, 6, 8, 11, 16, ...
+_BETWEEN = np.sqrt(_GRID[1:] * _GRID[:-1]).tolist()  # where the next point of the grid becomes the nearest, by ratio
 _WINDOW = 15  # measurements kept per point
 _ENOUGH = 3  # measurements from which a median is believed; also what the smooth line weighs against a point's own
 _STALE = 16
 _NEAR = 1.25  # row counts within this ratio cost about the same per row
+_FAR = 2.0  # and within this one enough for a gain that leaves no doubt
+_MODEST = 1.35  # gain below which what it is measured against must be known well
+_OFTEN, _RARELY = 32, 128  # steps of a size between two without drafts, for modest and for larger gains
 _PLAIN_WINDOW = 7  # the same for plain steps, which are measured rarely while speculation is on
 _HOST_SHARE = 0.06
 _PRIOR_ROWS = 16  # before anything is known a draft costs as much as a row among this many
@@ -54,7 +59,7 @@ class _Extra:
         self._kinks: tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]] | None = None
 
     def add(self, drafts: int, seconds: float) -> None:
-        place = int(np.argmin(np.abs(np.log(_GRID / drafts))))
+        place = bisect_right(_BETWEEN, drafts)
         self._coarse.add(place, seconds * float(_GRID[place]) / drafts)
         self._exact.add(drafts, seconds)
         self._kinks = None
@@ -141,15 +146,20 @@ class StepCosts:
         """Whether any step without drafts was measured."""
         return bool(self._ahead) or bool(self._alone)
 
-    def needs_plain(self, rows: int, fresh: int = 64) -> bool:
-        """Whether a step without drafts should be run to know what speculation is measured against: nothing like it was
-        measured (twice), not for `fresh` steps like it, or not for `_STALE` times as many of any kind.
+    def needs_plain(self, rows: int, gain: float = 1.0) -> bool:
+        """Whether a step without drafts should be run to know what a `gain` is measured against.
+
+        One is wanted where nothing like it was measured twice, or not for some steps like it, or not for many of any kind;
+        the larger the gain, the less: what would be decided alike with another price need not be priced better.
         """
-        near = [seen for size, seen in self._plain_seen.items() if _alike(size, rows)]
-        if sum(count for count, _ in near) < 2:
+        doubtful = gain < _MODEST
+        near = _NEAR if doubtful else _FAR
+        seen = [seen for size, seen in self._plain_seen.items() if _alike(size, rows, near)]
+        if sum(count for count, _ in seen) < 2:
             return True
-        unchecked = sum(steps for size, steps in self._unchecked.items() if _alike(size, rows))
-        return unchecked > fresh or self._step - max(step for _, step in near) > _STALE * fresh
+        fresh = _OFTEN if doubtful else _RARELY
+        unchecked = sum(steps for size, steps in self._unchecked.items() if _alike(size, rows, near))
+        return unchecked > fresh or self._step - max(step for _, step in seen) > _STALE * fresh
 
     def ahead(self, rows: int) -> float:
         """Seconds that a step of `rows` sequences takes the loop that runs ahead; 0 when nothing was measured.
@@ -227,9 +237,9 @@ class StepCosts:
                 self._unchecked[size] = 0
 
 
-def _alike(size: int, rows: int) -> bool:
-    """Whether steps of `size` and of `rows` sequences cost about the same per row."""
-    return size <= rows * _NEAR and rows <= size * _NEAR
+def _alike(size: int, rows: int, near: float = _NEAR) -> bool:
+    """Whether `size` and `rows` are within the ratio `near`."""
+    return size <= rows * near and rows <= size * near
 
 
 _NOTHING = _Extra()

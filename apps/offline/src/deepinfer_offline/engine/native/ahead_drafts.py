@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from deepinfer_sched import DraftsAhead
 from deepinfer_specdec.scheduling.budget import expected_tokens
+from deepinfer_specdec.scheduling.costs import StepCosts
 from deepinfer_specdec.scheduling.relay import SurvivalRelay
 
 if TYPE_CHECKING:
@@ -35,10 +36,14 @@ class AheadDrafts:
     Args:
         drafter: learns its calibration from the blocks.
         scheduler: of the engine.
+
+    Attributes:
+        costs: of steps that draft, whatever they verify, and of plain ones, in the loop that runs ahead.
     """
 
     def __init__(self, drafter: DSparkDrafter, scheduler: Scheduler) -> None:
         self._drafter, self._scheduler = drafter, scheduler
+        self.costs = StepCosts()
         slots = scheduler.config.max_running
         self._relay = SurvivalRelay(slots, drafter.max_draft, lag=LAG)
         self._of = np.full(slots, -1, np.int64)  # the sequence that the relay's blocks of a slot belong to
@@ -76,6 +81,10 @@ class AheadDrafts:
         self._meet(slots)
         found = self._relay.forecast(step, slots)
         return expected_tokens(found.survivals, found.weights)
+
+    def seconds(self, rows: int) -> np.ndarray:
+        """float64 [n + 1], what steps of these rows take that verify 0 to all of the drafts they may have."""
+        return self.costs.alone(rows) + self.costs.extra(rows, rows * self._drafter.max_draft)
 
     def landed(self, result: StepResult, following: Following, answers: Mapping[int, Answer]) -> None:
         """A step's results were applied: settle the blocks it verified, remember the ones it drafted."""

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
 _SHARE = 0.004  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
 _START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
-_URGENT = 3  # forecasts on credit after one that promised a gain: that many decide
+_URGENT = 2  # forecasts on credit when a good part of the rows begin their answers
+_BEGUN = 8  # one row of so many is a good part
 _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
-_MODEST = 1.35  # gain below which what it is measured against must be known well
-_OFTEN, _RARELY = 32, 64  # steps of a size between two without drafts while on
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
+_UNCOUNTED = 256  # steps counted at once
 _PACE_RATE = 0.15  # weight of one verification in a sequence's pace
 
 
@@ -84,9 +84,11 @@ class Speculation:
         self._urgent = 0  # forecasts that may still be made on credit
         self._drafted: dict[int, tuple[int, float]] = {}  # sequence -> drafts made for the next step, worth of a token
         self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
-        self.statistics = SpeculationStatistics()
+        self._statistics = SpeculationStatistics()
+        self._uncounted: list[tuple[np.ndarray | list[int], np.ndarray, np.ndarray]] = []  # drafts made, verified and accepted
         self._landed = 0.0  # clock when the last step's results were taken
-        self._was_synchronous = False
+        self._runs_ahead = False  # the step in flight was launched before the last one had landed
+        self._expected = 0.0  # seconds, of the step in flight if it is synchronous
         self._comparing = False  # the step in flight runs without drafts to know what they are worth
         self._steps = {False: 0, True: 0}  # with decode rows, by whether speculation was on
         self._best_gain = 0.0  # highest expected gain so far
@@ -98,6 +100,17 @@ class Speculation:
         self._forced, self._fixed = True, length
         if drafter is not None:
             self._following, self._ahead = Following(drafter), None
+
+    @property
+    def statistics(self) -> SpeculationStatistics:
+        """Counts so far."""
+        made, self._uncounted = self._uncounted, []
+        if made:
+            drafted, verified, accepted = zip(*made, strict=True)
+            self._statistics.record(
+                np.concatenate(drafted).astype(np.int64), np.concatenate(verified), np.concatenate(accepted)
+            )
+        return self._statistics
 
     @property
     def synchronous(self) -> bool:
@@ -114,8 +127,8 @@ class Speculation:
         """How to plan the next step while others are in flight; None when its drafts must follow tokens that are known."""
         if self._ahead is None or not self._ahead.possible:
             return None
-        rows = self._scheduler.num_running
-        plain = not self._forced and rows > 0 and self._costs.needs_plain(rows, self._fresh)
+        rows, costs = self._scheduler.num_running, self._ahead.costs
+        plain = not self._forced and rows > 0 and costs.needs_plain(rows, self._switches.current.gain)
         return self._ahead.offer(self._budget_ahead, plain=plain, fixed=self._fixed)
 
     def propose(self, answers: Mapping[int, Answer]) -> None:
@@ -124,12 +137,15 @@ class Speculation:
         rows = self._running(answers, ready=True)
         if not rows:
             return
-        worth = self._worth(rows)
         limits = self._limits(rows)
-        seconds = self._seconds(len(rows))
-        draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
-        self._comparing = not self._forced and self._costs.needs_plain(draft.rows, self._fresh)
-        lengths = self._lengths(draft, worth, seconds)
+        if self._fixed is None:
+            worth, seconds = self._worth(rows), self._seconds(len(rows))
+            draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
+            lengths = self._lengths(draft, worth, seconds)
+        else:
+            worth = np.ones(len(rows))
+            draft = within_grammars(self._following.draft(rows, limits, 0.0), rows, limits)
+            lengths = np.minimum(draft.counts, self._fixed).astype(np.int32)
         for answer, made, value, length, ids in zip(
             rows, draft.counts.tolist(), worth.tolist(), lengths.tolist(), draft.token_ids.tolist(), strict=True
         ):
@@ -144,34 +160,40 @@ class Speculation:
     def landed(self, result: StepResult, answers: Mapping[int, Answer]) -> None:
         """After a step's results were applied: learn what it cost and gave, and decide how the loop goes on."""
         now = time.perf_counter()
-        plan, synchronous = result.plan, self.synchronous
+        plan, on, ahead = result.plan, self.synchronous, self._runs_ahead
         rows = ~plan.prefills
         decodes = int(rows.sum())
         # From one step's results to the next one's; a longer gap is the caller's, or there was nothing to run.
         passed = min(now - self._landed, 2.0 * result.seconds)
-        steady = decodes == plan.num_rows and synchronous == self._was_synchronous
-        self._was_synchronous, self._landed = synchronous, now
+        self._landed, self._runs_ahead = now, self._scheduler.in_flight > 0
+        steady = decodes == plan.num_rows
+        if not steady and _BEGUN * int((plan.prefills & plan.samples).sum()) >= plan.num_rows:
+            self._urgent = _URGENT
         if self._ahead is not None:
             self._ahead.landed(result, self._following, answers)
         if not decodes:
             return
-        self._steps[synchronous] += 1
-        if synchronous:
+        self._steps[on] += 1
+        drafts_itself = plan.ahead is not None and plan.ahead.width > 0
+        if steady and ahead and not drafts_itself:
+            self._observe_ahead(decodes, max(passed, result.seconds))
+        if on:
             saved = self._count(result, rows)
-            if steady:
+            if steady and ahead and drafts_itself:
+                self._learn_ahead(result, decodes, max(passed, result.seconds), saved)
+            elif steady and not ahead and plan.ahead is None:
                 self._learn(result, decodes, passed, saved)
         else:
-            if steady:
-                self._costs.observe_ahead(decodes, max(passed, result.seconds))
             self._credit.earn(passed)
             if self._trial and steady and self._steps[False] > _TRIAL_AFTER:
                 self._trial = False
                 self._switches.meet(decodes).try_on()
-            elif self._costs.known and (self._credit.ready or self._urgent):
-                self._urgent = _URGENT if self._credit.ready else self._urgent - 1
+            elif self._costs.known and (self._credit.ready or self._urgent) and not self._scheduler.awaits_masks:
+                # A draft made in the step's thread would wait behind masks that are filled when this returns.
+                self._urgent = max(0, self._urgent - 1)
                 self._probe(decodes, answers)
         if not self._forced:
-            self._turn(decodes, synchronous, answers)
+            self._turn(decodes, on, answers)
 
     def report(self) -> dict[str, Any]:
         """For the end-of-run report."""
@@ -198,15 +220,32 @@ class Speculation:
 
     def _learn(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
         """On: what did the step cost, and what did it save? `saved`: accepted drafts by their worth."""
-        drafts, ahead = int(result.verified.sum()), result.plan.ahead
-        if drafts or result.drafted is None or not self._costs.known:  # a step that drafted and verified nothing is neither plain nor the other
-            self._costs.observe(rows, drafts, result.seconds)
+        drafts = int(result.plan.drafts.sum())
+        self._costs.observe(rows, drafts, result.seconds)
         self._costs.observe_host(rows, passed - result.seconds, result.seconds)
-        comparing = self._comparing if ahead is None else not ahead.width
-        if not (comparing or self._forced):
-            expected = float(self._costs.synchronous(rows, drafts)[-1])
-            without = (rows + saved) * self._costs.ahead(rows) / rows
+        if self._comparing or self._forced:
+            return
+        plain = self._costs.ahead(rows)
+        if drafts:
+            self._switches.current.measure((rows + saved) * plain / rows, min(passed, _OUTLIER * self._expected))
+        else:
+            self._switches.current.wait(self._costs.host_seconds(rows) / plain)
+
+    def _learn_ahead(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
+        """On, planned ahead: the same. A step drafts whether or not it verifies anything."""
+        assert self._ahead is not None
+        drafts = int(result.verified.sum())
+        self._ahead.costs.observe(rows, drafts, passed)
+        if not self._forced:
+            expected = float(self._ahead.seconds(rows)[drafts])
+            without = (rows + saved) * self._ahead.costs.ahead(rows) / rows
             self._switches.current.measure(without, min(passed, _OUTLIER * expected))
+
+    def _observe_ahead(self, rows: int, seconds: float) -> None:
+        """A step of the loop that runs ahead, without drafts."""
+        self._costs.observe_ahead(rows, seconds)
+        if self._ahead is not None:
+            self._ahead.costs.observe_ahead(rows, seconds)
 
     def _turn(self, rows: int, was_on: bool, answers: Mapping[int, Answer]) -> None:
         """Go on as the present load's switch says. Drafts that were proposed for the next step are taken back."""
@@ -222,21 +261,30 @@ class Speculation:
         running = self._running(answers, ready=False)
         rows = self._sample(running)
         if rows:
-            worth = self._worth(running)
             limits = self._limits(rows)
-            seconds = self._seconds(decodes)
+            worth, seconds = self._worth(running), self._seconds(len(running))
             draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
-            of = dict(zip((answer.seq.seq_id for answer in running), worth.tolist(), strict=True))
-            value = draft.survivals() * np.array([[of[answer.seq.seq_id]] for answer in rows], np.float32)
-            tokens = scaled_tokens(expected_tokens(value), len(rows), decodes)
-            best = self._best(decodes, tokens, seconds)
-            without, along = (1.0 + float(tokens[best]) / decodes) * self._costs.ahead(decodes), float(seconds[best])
+            without, along = self._forecast(draft, rows, running, worth, seconds)
             self._best_gain = max(self._best_gain, without / along)
-            switch = self._switches.current
-            if without < switch.options.enter * along:
-                self._urgent = 0
-            switch.expect(without, along)
+            self._switches.current.expect(without, along)
         self._credit.spend(time.perf_counter() - begin)
+
+    def _forecast(
+        self, draft: Draft, rows: list[Answer], running: list[Answer], worth: np.ndarray, seconds: np.ndarray
+    ) -> tuple[float, float]:
+        """Seconds that the tokens of a step with drafts would take without speculation, and with it.
+
+        A step is in flight, so it is the second column that could be verified first.
+        """
+        decodes = len(running)
+        plain = self._costs.ahead(decodes)
+        if int(draft.counts.max()) < 2:
+            return plain, float(seconds[0])
+        of = dict(zip((answer.seq.seq_id for answer in running), worth.tolist(), strict=True))
+        value = draft.survivals()[:, 1:] * np.array([[of[answer.seq.seq_id]] for answer in rows], np.float32)
+        tokens = scaled_tokens(expected_tokens(value), len(rows), decodes)
+        best = self._best(decodes, tokens, seconds)
+        return (1.0 + float(tokens[best]) / decodes) * plain, float(seconds[best])
 
     def _sample(self, rows: list[Answer]) -> list[Answer]:
         """Rows to look at: those that are followed already, then new ones as long as little has to be read for them."""
@@ -251,22 +299,29 @@ class Speculation:
         return chosen
 
     def _lengths(self, draft: Draft, worth: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """How much of each row's draft to verify, int32 [R]: the best budget, spent where drafts save most."""
-        if self._fixed is not None:
-            return np.minimum(draft.counts, self._fixed).astype(np.int32)
-        if self._comparing or not self._costs.known:
-            return np.zeros(draft.rows, np.int32)
+        """How much of each row's draft to verify, int32 [R]: the best budget, spent where drafts save most. None where the
+        step shall say what drafts are measured against.
+        """
+        self._comparing, self._expected = False, float(seconds[0])
+        none = np.zeros(draft.rows, np.int32)
+        if not self._costs.known or not draft.counts.any():
+            return none
         value = draft.survivals() * worth[:, None]
-        return admit(value, draft.counts, self._best(draft.rows, expected_tokens(value), seconds))
+        tokens = expected_tokens(value)
+        budget = self._best(draft.rows, tokens, seconds)
+        if not budget:
+            return none
+        gain = (1.0 + float(tokens[budget]) / draft.rows) * self._costs.ahead(draft.rows) / float(seconds[budget])
+        self._comparing = not self._forced and self._costs.needs_plain(draft.rows, gain)
+        if self._comparing:
+            return none
+        self._expected = float(seconds[budget])
+        return admit(value, draft.counts, budget)
 
     def _budget_ahead(self, rows: int, tokens: np.ndarray) -> int:
         """Drafts to verify in a step that is planned ahead."""
-        return self._best(rows, tokens, self._seconds(rows)) if self._costs.known else 0
-
-    @property
-    def _fresh(self) -> int:
-        """Steps of a size between two without drafts."""
-        return _OFTEN if self._switches.current.gain < _MODEST else _RARELY
+        assert self._ahead is not None
+        return self._best(rows, tokens, self._ahead.seconds(rows)) if self._ahead.costs.known else 0
 
     def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
         """Drafts to verify by the best rate over all budgets; 0 unless it is clearly better than none."""
@@ -280,7 +335,7 @@ class Speculation:
 
     def _floor(self, worth: np.ndarray, seconds: np.ndarray) -> float:
         """Survival below which no draft of rows of this `worth` [R] can pay."""
-        if self._fixed is not None or not self._costs.known:
+        if not self._costs.known:
             return 0.0
         return worthless_below(len(worth), seconds) / float(worth.max())
 
@@ -313,8 +368,10 @@ class Speculation:
         taken = rows & (result.num_tokens > 0)
         ids, accepted = plan.seq_ids[taken].tolist(), result.num_tokens[taken] - 1
         made = [self._drafted.get(seq_id, (0, 1.0)) for seq_id in ids]
-        drafted = plan.drafts[taken] if plan.ahead else np.array([count for count, _ in made], np.int64)
-        self.statistics.record(drafted, result.verified[taken], accepted)
+        drafted = plan.drafts[taken] if plan.ahead is not None else [count for count, _ in made]
+        self._uncounted.append((drafted, result.verified[taken], accepted))
+        if len(self._uncounted) >= _UNCOUNTED:
+            _ = self.statistics
         for seq_id, number in zip(ids, accepted.tolist(), strict=True):
             pace = self._pace.get(seq_id, 1.0)
             self._pace[seq_id] = pace + _PACE_RATE * (1.0 + number - pace)
