@@ -23,6 +23,7 @@ from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
 from deepinfer_offline.engine.native.engine import NativeEngine
 from deepinfer_sched.slots import SlotState
 from deepinfer_specdec.scheduling.budget import expected_tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy_drafts import WIDTH, BoundsToy, DraftingToy, make_drafting_engine
 from toy_engine import ask, check, random_request, run
 
@@ -285,7 +286,23 @@ def test_the_watch_sees_a_fresh_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- nothing waits for the device -----------------------------------------------------------------------------
 
+# What a tensor's own methods, and operations that decide a shape from values, wait for.
 READS = ("numpy", "tolist", "cpu", "item", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
+
+
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero", "repeat_interleave")
+
+
+class NoWaits(TorchDispatchMode):
+    """Operations whose result has a shape that values decide, or that is a number of the host's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert not name.startswith(WAITING), f"the step's thread reads a tensor with {name}"
+        if name.startswith("index") and len(args) > 1 and isinstance(args[1], list | tuple):
+            kinds = [index.dtype for index in args[1] if index is not None]
+            assert torch.bool not in kinds, "the step's thread reads a tensor with a mask as an index"
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -308,7 +325,8 @@ def no_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         inside.step = True
         seen["steps"] += 1
         try:
-            return run_step(self, *args)
+            with NoWaits():
+                return run_step(self, *args)
         finally:
             inside.step = False
 
@@ -329,6 +347,15 @@ def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
             check_all(engine, random_job(rng))
     assert seen["steps"] > 50
     assert seen["elsewhere"] > 50
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x[x > 0], lambda x: torch.nonzero(x), lambda x: x.max().item(), lambda x: torch.zeros(int(x[0]) + 1)],
+)
+def test_waits_are_noticed(read: Any) -> None:
+    with NoWaits(), pytest.raises(AssertionError, match="reads a tensor"):
+        read(torch.arange(3))
 
 
 def test_reads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,12 @@ _GRID = np.unique(np.round(2.0 ** np.arange(0, 12.01, 0.5)).astype(np.int64))  #
 _BETWEEN = np.sqrt(_GRID[1:] * _GRID[:-1]).tolist()  # where the next point of the grid becomes the nearest, by ratio
 _WINDOW = 15  # measurements kept per point
 _ENOUGH = 3  # measurements from which a median is believed; also what the smooth line weighs against a point's own
+_DOUBTED = (
+    1.5  # times the guess: what fewer measurements are believed at most, or one step that was held up ends all tries
+)
+_OLD = (
+    256  # steps after which a load's drafts are believed to be that dear no more: where they look dear nobody measures
+)
 _STALE = 16
 _NEAR = 1.25  # row counts within this ratio cost about the same per row
 _FAR = 2.0  # and within this one enough for a gain that leaves no doubt
@@ -21,6 +27,7 @@ _MODEST = 1.35  # gain below which what it is measured against must be known wel
 _OFTEN, _RARELY = 32, 128  # steps of a size between two without drafts, for modest and for larger gains
 _PLAIN_WINDOW = 7  # the same for plain steps, which are measured rarely while speculation is on
 _HOST_SHARE = 0.06
+_KEPT = 8  # steps that an answer is kept at most
 _PRIOR_ROWS = 16  # before anything is known a draft costs as much as a row among this many
 
 
@@ -64,15 +71,19 @@ class _Extra:
         self._exact.add(drafts, seconds)
         self._kinks = None
 
-    def line(self, guess: NDArray[np.float64], most: int) -> NDArray[np.float64]:
+    def line(self, guess: NDArray[np.float64], most: int, old: bool = False) -> NDArray[np.float64]:
         """float64 [most + 1]. `guess`: seconds on the grid before anything was measured; it gives the unmeasured part its
-        shape, the nearest measured points its level.
+        shape, the nearest measured points its level. `old`: what was measured may be true no more.
         """
         places = np.array(sorted(self._coarse.values))
         if places.size:
             ratios = np.array([self._coarse.values[int(p)] for p in places]) / guess[places]
+            few = np.array([old or self._coarse.count(int(p)) < _ENOUGH for p in places])
+            ratios = np.where(few, np.minimum(ratios, _DOUBTED), ratios)
             guess = guess * np.interp(np.arange(_GRID.size), places, ratios)
         line = np.interp(np.arange(most + 1), np.append(0, _GRID), np.append(0.0, guess))
+        if old:
+            return line
         points, medians, counts = self._points()
         inside = points <= most
         points, medians, weight = points[inside], medians[inside], counts[inside]
@@ -139,7 +150,11 @@ class StepCosts:
         self._unchecked: dict[int, int] = {}  # rows -> steps with drafts since a plain one like them
         self._step = 0
         self._extra: dict[int, _Extra] = {}
+        self._extra_seen: dict[int, int] = {}  # load -> step of the last measurement
         self._host = _Medians()
+        self._kept: dict[
+            tuple[int, int], tuple[int, NDArray[np.float64]]
+        ] = {}  # answers, and the steps they are good until
 
     @property
     def known(self) -> bool:
@@ -153,7 +168,7 @@ class StepCosts:
         the larger the gain, the less: what would be decided alike with another price need not be priced better.
         """
         doubtful = gain < _MODEST
-        near = _NEAR if doubtful else _FAR
+        near = _NEAR if doubtful and not self._between(rows) else _FAR
         seen = [seen for size, seen in self._plain_seen.items() if _alike(size, rows, near)]
         if sum(count for count, _ in seen) < 2:
             return True
@@ -178,7 +193,9 @@ class StepCosts:
     def extra(self, rows: int, most: int) -> NDArray[np.float64]:
         """float64 [most + 1]: what 0..most drafts add to a step of `rows` sequences, seconds."""
         guess = _GRID * np.float64(self.alone(rows) / (rows + _PRIOR_ROWS))
-        return self._extra.get(load_of(rows), _NOTHING).line(guess, most)
+        load = load_of(rows)
+        old = self._step - self._extra_seen.get(load, self._step) > _OLD
+        return self._extra.get(load, _NOTHING).line(guess, most, old)
 
     def host_seconds(self, rows: int) -> float:
         """Time between two synchronous steps that the other loop would hide; a share of a plain step until measured."""
@@ -189,8 +206,14 @@ class StepCosts:
         return max([_HOST_SHARE * self.alone(rows), *below[-1:]])
 
     def synchronous(self, rows: int, most: int) -> NDArray[np.float64]:
-        """float64 [most + 1], seconds from one synchronous step to the next with 0..most drafts."""
-        return self.alone(rows) + self.extra(rows, most) + self.host_seconds(rows)
+        """float64 [most + 1], seconds from one synchronous step to the next with 0..most drafts. Not to be written: the more
+        steps were measured, the longer the answer is kept, since one more hardly moves a median.
+        """
+        kept = self._kept.get((rows, most))
+        if kept is None or self._step >= kept[0]:
+            seconds = self.alone(rows) + self.extra(rows, most) + self.host_seconds(rows)
+            kept = self._kept[rows, most] = self._step + min(_KEPT, self._step // _KEPT), seconds
+        return kept[1]
 
     def fixed_share(self, rows: int) -> float:
         """Share of a plain step's time, 0..1, that it would take with hardly any rows: reading the weights."""
@@ -218,7 +241,9 @@ class StepCosts:
         self._step += 1
         self._unchecked[rows] = self._unchecked.get(rows, 0) + 1
         if self.known:
-            self._extra.setdefault(load_of(rows), _Extra()).add(drafts, max(0.0, seconds - self.alone(rows)))
+            load = load_of(rows)
+            self._extra_seen[load] = self._step
+            self._extra.setdefault(load, _Extra()).add(drafts, max(0.0, seconds - self.alone(rows)))
 
     def observe_host(self, rows: int, seconds: float, step_seconds: float) -> None:
         """Take in the time from one step's end to the next one's start in the synchronous loop.
@@ -227,6 +252,11 @@ class StepCosts:
         """
         if 0.0 < seconds < step_seconds:
             self._host.add(load_of(rows), seconds)
+
+    def _between(self, rows: int) -> bool:
+        """Whether plain steps of fewer and of more sequences were measured, neither far from `rows`."""
+        sizes = [size for size in self._plain_seen if _alike(size, rows, _FAR)]
+        return bool(sizes) and min(sizes) <= rows <= max(sizes)
 
     def _see_plain(self, rows: int) -> None:
         self._step += 1

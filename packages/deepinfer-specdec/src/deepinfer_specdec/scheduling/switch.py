@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from deepinfer_specdec.errors import SpecDecodeError
 from deepinfer_specdec.scheduling.costs import load_of
 
-_RECOVERY = 0.02  # share of lost trust that comes back per forecast
+_RECOVERY = 0.01  # share of lost trust that comes back per step
 _LEAST_TRUST = 0.75  # a gain of 1.41 and more is tried again however often lesser ones have failed
 
 
@@ -23,8 +23,8 @@ class SwitchOptions:
         reserve: gain, in steps, that is set against later losses at most; what was won long ago pays for nothing.
         idle: time lost, in steps, to waiting for drafts that do not come, at which it is switched off.
         settle: steps after switching on before measurements may switch it off again.
-        pause: forecasts that it stays off for after failing; doubled with every failure in a row.
-        longest_pause: most forecasts of a pause.
+        pause: steps that it rests for after failing; doubled with every failure in a row.
+        longest_pause: most steps of a pause.
     """
 
     enter: float = 1.06
@@ -34,8 +34,8 @@ class SwitchOptions:
     reserve: float = 0.75
     idle: float = 0.5
     settle: int = 3
-    pause: int = 4
-    longest_pause: int = 64
+    pause: int = 8
+    longest_pause: int = 128
 
     def __post_init__(self) -> None:
         if not self.enter > 1.0:
@@ -86,7 +86,7 @@ class SpeculationSwitch:
         self._won = 0.0  # the same without a limit
         self._idle = 0.0  # steps lost to waiting since drafts were last verified
         self._pause = self.options.pause
-        self._wait = 0  # forecasts to stay off for
+        self._resting = 0  # steps to come without forecasts
         self._trust = 1.0  # what forecasts have been worth lately: measured over expected gain
         self._promised = 1.0
 
@@ -95,13 +95,17 @@ class SpeculationSwitch:
         """The gain that the present state rests on."""
         return self._measured.value if self.on else self._expected.value
 
-    def expect(self, seconds_without: float, seconds_with: float) -> bool:
-        """Off: take in a forecast of one step; returns whether speculation is on now."""
-        self._expected.add(seconds_without, seconds_with)
-        self._wait = max(0, self._wait - 1)
+    def rest(self) -> bool:
+        """Off: a step has passed; returns whether it is too early for a forecast after a failure."""
         self._trust += _RECOVERY * (1.0 - self._trust)
+        self._resting = max(0, self._resting - 1)
+        return self._resting > 0
+
+    def expect(self, seconds_without: float, seconds_with: float) -> bool:
+        """Off and not resting: take in a forecast of one step; returns whether speculation is on now."""
+        self._expected.add(seconds_without, seconds_with)
         promised = self._expected.value * self._trust
-        if not self._wait and promised >= self.options.enter:
+        if promised >= self.options.enter:
             self._promised = promised
             self._turn(True)
         return self.on
@@ -147,7 +151,7 @@ class SpeculationSwitch:
                 self._pause = self.options.pause
             else:
                 self._trust *= min(1.0, max(_LEAST_TRUST / self._trust, self._measured.value / self._promised))
-                self._wait = self._pause
+                self._resting = self._pause
                 self._pause = min(2 * self._pause, self.options.longest_pause)
             self._turn(False)
         return self.on

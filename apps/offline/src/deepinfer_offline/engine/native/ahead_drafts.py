@@ -95,7 +95,7 @@ class AheadDrafts:
         ids = plan.seq_ids[drafted.plan_rows]
         live = (self._scheduler.state.seq_ids[plan.slots[drafted.plan_rows]] == ids) & [i in answers for i in ids.tolist()]
         rows = [answers[seq_id] for seq_id in ids[live].tolist()]
-        following.feed(rows)
+        following.tell(rows)
         self._drafter.guess(ids[live].tolist(), drafted.token_ids[live], drafted.confidence[live])
         slots = plan.slots[drafted.plan_rows][live]
         self._meet(slots)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.runner import ModelRunner
 
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
-_SHARE = 0.004  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
+_SHARE = 0.006  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
 _START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
 _URGENT = 2  # forecasts on credit when a good part of the rows begin their answers
 _BEGUN = 8  # one row of so many is a good part
@@ -73,7 +73,7 @@ class Speculation:
         self._scheduler = scheduler
         self._runner = runner
         self._reason = reason
-        self._trial = trial
+        self._trial = self._on_device = trial
         self._ahead = ahead
         self._fixed: int | None = None
         self._forced = False
@@ -175,6 +175,7 @@ class Speculation:
             return
         self._steps[on] += 1
         drafts_itself = plan.ahead is not None and plan.ahead.width > 0
+        self._credit.earn(passed)
         if steady and ahead and not drafts_itself:
             self._observe_ahead(decodes, max(passed, result.seconds))
         if on:
@@ -183,15 +184,12 @@ class Speculation:
                 self._learn_ahead(result, decodes, max(passed, result.seconds), saved)
             elif steady and not ahead and plan.ahead is None:
                 self._learn(result, decodes, passed, saved)
-        else:
-            self._credit.earn(passed)
-            if self._trial and steady and self._steps[False] > _TRIAL_AFTER:
-                self._trial = False
-                self._switches.meet(decodes).try_on()
-            elif self._costs.known and (self._credit.ready or self._urgent) and not self._scheduler.awaits_masks:
-                # A draft made in the step's thread would wait behind masks that are filled when this returns.
-                self._urgent = max(0, self._urgent - 1)
-                self._probe(decodes, answers)
+        elif self._trial and steady and self._steps[False] > _TRIAL_AFTER:
+            self._trial = False
+            self._switches.meet(decodes).try_on()
+        elif not self._switches.current.rest() and self._may_probe:
+            self._urgent = max(0, self._urgent - 1)
+            self._probe(answers)
         if not self._forced:
             self._turn(decodes, on, answers)
 
@@ -229,7 +227,7 @@ class Speculation:
         if drafts:
             self._switches.current.measure((rows + saved) * plain / rows, min(passed, _OUTLIER * self._expected))
         else:
-            self._switches.current.wait(self._costs.host_seconds(rows) / plain)
+            self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / plain - 1.0)
 
     def _learn_ahead(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
         """On, planned ahead: the same. A step drafts whether or not it verifies anything."""
@@ -255,11 +253,21 @@ class Speculation:
         else:
             self._switches.meet(rows)
 
-    def _probe(self, decodes: int, answers: Mapping[int, Answer]) -> None:
+    @property
+    def _may_probe(self) -> bool:
+        """Whether there is something to compare with, and time to spend. A draft that is made in the step's thread would wait
+        there behind masks, which are filled once this step's results are taken: not then.
+        """
+        due = self._costs.known and (self._credit.ready or self._urgent > 0)
+        return due and not (self._on_device and self._scheduler.awaits_masks)
+
+    def _probe(self, answers: Mapping[int, Answer]) -> None:
         """Off: what would drafts save now? A few rows are drafted, nothing is verified."""
-        begin = time.perf_counter()
         running = self._running(answers, ready=False)
         rows = self._sample(running)
+        # Not on credit: a text is told once, and what its prompt took is a hundred times as long.
+        self._following.tell(rows)
+        begin = time.perf_counter()
         if rows:
             limits = self._limits(rows)
             worth, seconds = self._worth(running), self._seconds(len(running))
