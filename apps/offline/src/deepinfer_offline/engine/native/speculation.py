@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from deepinfer_specdec import Draft, Drafter, SpeculationStatistics, admit
+from deepinfer_specdec import Draft, Drafter, SpeculationStatistics
 from deepinfer_specdec.scheduling.budget import expected_tokens
+from deepinfer_specdec.scheduling.choice import choose
 from deepinfer_specdec.scheduling.costs import StepCosts
 from deepinfer_specdec.scheduling.credit import WorkCredit
 from deepinfer_specdec.scheduling.switch import LoadSwitches
@@ -83,6 +84,10 @@ class Speculation:
         self._credit = WorkCredit(_SHARE, _START, _SAVED)
         self._urgent = 0  # forecasts that may still be made on credit
         self._drafted: dict[int, tuple[int, float]] = {}  # sequence -> drafts made for the next step, worth of a token
+        self._floor_of: tuple[np.ndarray | None, float] = (
+            None,
+            0.0,
+        )  # the last prices and the floor that follows from them
         self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
         self._statistics = SpeculationStatistics()
         self._uncounted: list[tuple[np.ndarray | list[int], np.ndarray, np.ndarray]] = []  # drafts made, verified and accepted
@@ -312,19 +317,17 @@ class Speculation:
         """
         self._comparing, self._expected = False, float(seconds[0])
         none = np.zeros(draft.rows, np.int32)
-        if not self._costs.known or not draft.counts.any():
+        if not self._costs.known:
             return none
-        value = draft.survivals() * worth[:, None]
-        tokens = expected_tokens(value)
-        budget = self._best(draft.rows, tokens, seconds)
-        if not budget:
+        choice = choose(draft.survivals() * worth[:, None], draft.counts, seconds, _EDGE)
+        if not choice.budget:
             return none
-        gain = (1.0 + float(tokens[budget]) / draft.rows) * self._costs.ahead(draft.rows) / float(seconds[budget])
+        gain = choice.gain * self._costs.ahead(draft.rows) / float(seconds[0])
         self._comparing = not self._forced and self._costs.needs_plain(draft.rows, gain)
         if self._comparing:
             return none
-        self._expected = float(seconds[budget])
-        return admit(value, draft.counts, budget)
+        self._expected = float(seconds[choice.budget])
+        return choice.lengths
 
     def _budget_ahead(self, rows: int, tokens: np.ndarray) -> int:
         """Drafts to verify in a step that is planned ahead."""
@@ -345,7 +348,9 @@ class Speculation:
         """Survival below which no draft of rows of this `worth` [R] can pay."""
         if not self._costs.known:
             return 0.0
-        return worthless_below(len(worth), seconds) / float(worth.max())
+        if self._floor_of[0] is not seconds:
+            self._floor_of = seconds, worthless_below(len(worth), seconds)
+        return self._floor_of[1] / float(worth.max())
 
     def _worth(self, rows: Sequence[Answer]) -> np.ndarray:
         """What an accepted token of each row saves against the average, float64 [R]."""
