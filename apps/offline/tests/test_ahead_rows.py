@@ -43,8 +43,6 @@ def test_a_row_never_gets_a_draft_behind_one_that_it_does_not() -> None:
     most = torch.tensor([3, 3])
     shares = [share_drafts(logits, torch.ones(3), most, budget).tolist() for budget in range(7)]
     assert shares == [[0, 0], [1, 0], [1, 1], [1, 2], [1, 3], [2, 3], [3, 3]]
-    cold = share_drafts(logits, torch.tensor([100.0, 1.0, 1.0]), most, 2).tolist()
-    assert cold == [0, 2] or cold == [1, 1]
     assert share_drafts(logits, torch.tensor([1.0, 1e-3, 1.0]), most, 3).tolist() == [1, 2]
 
 
@@ -68,7 +66,8 @@ def test_no_sharing_makes_a_longer_row_than_the_host_expects(most: list[int], sh
     plan = SimpleNamespace(drafts=drafts, counts=drafts + 1)
     counts = _counts_ahead(plan, budget)  # type: ignore[arg-type]
     assert counts.sum() == len(most) + budget
-    assert (counts <= drafts + 1).all() and counts.min() >= 1
+    assert (counts <= drafts + 1).all()
+    assert counts.min() >= 1
     logits = torch.tensor([[rng.uniform(-5, 5) for _ in range(6)] for _ in most])
     got = share_drafts(logits, torch.ones(6), torch.from_numpy(drafts.astype(np.int64)), budget)
     assert int(got.max()) + 1 <= counts.max()

@@ -72,8 +72,9 @@ class Prophet:
             found.append(token if (position + slot) % 4 else (token + 1) % 70)
         return torch.tensor(found)
 
-
-    def choose_ahead(self, params: Any, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def choose_ahead(
+        self, params: Any, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
         """The same where only the device knows what was said: its token buffer tells, before the first column is drafted."""
         slots = params._slots[rows].tolist()
         if self._columns % 5 == 0:

@@ -16,7 +16,9 @@ drafts that all of them verify together."""
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What a step verifies and drafts where that is shared out on the device. Which decode row verifies how many drafts is decided when the step runs.
+    """What a step verifies and drafts where that is shared out on the device.
+
+    Which decode row verifies how many drafts is decided when the step runs.
 
     Attributes:
         budget: drafts that the decode rows verify together; `StepPlan.drafts` says how many each may have at most.

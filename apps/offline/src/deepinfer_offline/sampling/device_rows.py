@@ -134,7 +134,9 @@ class DeviceRows:
         if selects(weights):  # on a CPU the device's numbers are the host's
             limits = torch.from_numpy(select_limits(weights.numpy(), top_k.numpy(), top_p.numpy()))[:, None]
         else:
-            limits = ordered_limits(weights, top_k, top_p, None if "top_p" in columns else int(self._filters["top_k"].max()))
+            limits = ordered_limits(
+                weights, top_k, top_p, None if "top_p" in columns else int(self._filters["top_k"].max())
+            )
         return weights.masked_fill(weights < limits, 0)
 
 

@@ -77,7 +77,7 @@ class AheadDrafts:
         return DraftsAhead(self._drafter.max_draft, budget)
 
     def forecast(self, step: int, slots: np.ndarray) -> np.ndarray:
-        """float64 [n + 1]: drafts expected to hold of the best 0..n of these slots in `step`, by blocks of `step` - 2 and before."""
+        """float64 [n + 1]: drafts expected to hold of the best 0..n of these slots, by blocks of `step` - 2 and before."""
         self._meet(slots)
         found = self._relay.forecast(step, slots)
         return expected_tokens(found.survivals, found.weights)
@@ -93,7 +93,9 @@ class AheadDrafts:
         if drafted is None:
             return
         ids = plan.seq_ids[drafted.plan_rows]
-        live = (self._scheduler.state.seq_ids[plan.slots[drafted.plan_rows]] == ids) & [i in answers for i in ids.tolist()]
+        live = (self._scheduler.state.seq_ids[plan.slots[drafted.plan_rows]] == ids) & [
+            i in answers for i in ids.tolist()
+        ]
         rows = [answers[seq_id] for seq_id in ids[live].tolist()]
         following.tell(rows)
         self._drafter.guess(ids[live].tolist(), drafted.token_ids[live], drafted.confidence[live])

@@ -57,9 +57,7 @@ class DrawingRows:
         return self.base[self.owner] + self.positions
 
 
-def share_drafts(
-    confidence: torch.Tensor, temperatures: torch.Tensor, most: torch.Tensor, budget: int
-) -> torch.Tensor:
+def share_drafts(confidence: torch.Tensor, temperatures: torch.Tensor, most: torch.Tensor, budget: int) -> torch.Tensor:
     """How many drafts each row verifies, int64 [R]: the `budget` likeliest to survive, as `deepinfer_specdec.admit` has it.
 
     Equal survivals go to the earlier column, then to the lower row: nothing here depends on a drafted token at its own place.
@@ -83,7 +81,6 @@ def share_drafts(
 
 def lay_out(
     plan: StepPlan,
-    inputs: StepInputs,
     lengths: torch.Tensor,
     confidence: torch.Tensor,
     temperatures: np.ndarray,
@@ -93,7 +90,6 @@ def lay_out(
 
     Args:
         plan: with `ahead`.
-        inputs: of the plan.
         lengths: int64 [max_running], tokens of each slot as the steps before left them. Those that the host knows are put right.
         confidence: float32 [max_running, K], of each slot's block.
         temperatures: float32 [K].

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from deepinfer_sched import StepPlan
 
-from deepinfer_offline.engine.native.acceptance import Accepted, keep_agreeing
+from deepinfer_offline.engine.native.acceptance import keep_agreeing
 from deepinfer_offline.engine.native.ahead_rows import DrawingRows, ahead_batch, lay_out
 from deepinfer_offline.engine.native.results import DraftedRows, LogprobsDownload, PromptLogprobs, StepResult
 from deepinfer_offline.models.base import DraftedBlocks, DraftsBlocks, ForwardBatch, Model, TakesBounds
@@ -85,7 +85,7 @@ class AheadSteps:
         clock, runner = StepClock(self._device), self._runner
         for done in moves:
             done.result()
-        rows = lay_out(plan, inputs, self._lengths, self._confidence, temperatures, runner.tokens)
+        rows = lay_out(plan, self._lengths, self._confidence, temperatures, runner.tokens)
         batch = ahead_batch(plan, inputs, rows, runner.tokens, self._device, exact=self._exact)
         hidden = runner.model.forward(batch, runner.cache)
         prompts = tuple(runner.score_prompt(chunk, hidden) for chunk in inputs.prompts)

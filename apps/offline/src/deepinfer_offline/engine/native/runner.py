@@ -202,7 +202,9 @@ class ModelRunner:
         inputs = plan_inputs(plan, groups, self._tables, self.tokens, self._prompt_logprobs)
         moves, self._moves = self._moves, []
         if plan.ahead is not None:
-            assert self.ahead is not None, "a plan for steps that follow each other on the device, and nobody to run them"
+            assert self.ahead is not None, (
+                "a plan for steps that follow each other on the device, and nobody to run them"
+            )
             call = self.ahead.launch(plan, inputs, masks, moves)
             return Flight(plan, self._worker.submit(call, waits=masks is not None))
         waits = masks is not None or bool(plan.drafts.any())

@@ -90,7 +90,9 @@ class Speculation:
         )  # the last prices and the floor that follows from them
         self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
         self._statistics = SpeculationStatistics()
-        self._uncounted: list[tuple[np.ndarray | list[int], np.ndarray, np.ndarray]] = []  # drafts made, verified and accepted
+        self._uncounted: list[
+            tuple[np.ndarray | list[int], np.ndarray, np.ndarray]
+        ] = []  # drafts made, verified and accepted
         self._landed = 0.0  # clock when the last step's results were taken
         self._runs_ahead = False  # the step in flight was launched before the last one had landed
         self._expected = 0.0  # seconds, of the step in flight if it is synchronous
