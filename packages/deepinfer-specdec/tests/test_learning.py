@@ -99,6 +99,17 @@ def test_step_costs_keep_kinks() -> None:
         assert extra[drafts] == pytest.approx(seconds, rel=0.15), drafts
 
 
+def test_what_the_first_steps_with_drafts_took_counts_at_once() -> None:
+    """However long plain steps were measured before: three that cost more than guessed change what the next one is priced at."""
+    costs = StepCosts()
+    for _ in range(500):
+        costs.observe(64, 0, 0.040)
+    assert costs.synchronous(64, 512)[48] < 0.067
+    for _ in range(3):
+        costs.observe(64, 48, 0.070)
+    assert costs.synchronous(64, 512)[48] - costs.host_seconds(64) == pytest.approx(0.070)
+
+
 def test_one_step_that_was_held_up_does_not_end_all_tries() -> None:
     """The first step with drafts took three times as long: what it says is half believed until others agree."""
     costs = StepCosts()
@@ -141,6 +152,9 @@ def test_the_loop_that_runs_ahead_is_never_slower_than_the_synchronous_one() -> 
         costs.observe_host(8, 0.001, 0.012)
     assert costs.ahead(8) == pytest.approx(0.013)
     assert costs.synchronous(8, 4)[0] == pytest.approx(0.013)
+    for _ in range(5):
+        costs.observe_ahead(64, 0.040)
+    assert costs.alone(64) == pytest.approx(0.040), "not eight times what 8 rows take"
 
 
 def test_pauses_of_the_caller_are_not_the_loops_time() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from deepinfer_structured.bitmask import Mask, allocate_mask, mask_words, set_only
 from deepinfer_structured.errors import MatcherError
 from deepinfer_structured.guard_tables import clear
@@ -21,9 +23,16 @@ class Matcher:
 
     The end-of-sequence token counts as an accepted token: it can be accepted where `is_accepting`, ends the matcher
     (`is_terminated`), and can be rolled back like any other.
+
+    Attributes:
+        native: the state inside the grammar library.
+        guard: keeps items and keys distinct where the grammar does not; None where it does.
+        whitespace: bounds whitespace where the grammar does not.
+        vocabulary: what the grammar was compiled for.
+        ended: whether the end-of-sequence token was accepted.
     """
 
-    __slots__ = ("_count", "_ended", "guard", "native", "vocabulary", "whitespace")
+    __slots__ = ("_count", "_shape", "ended", "guard", "native", "vocabulary", "whitespace")
 
     def __init__(
         self,
@@ -37,21 +46,22 @@ class Matcher:
         self.whitespace = whitespace
         self.vocabulary = vocabulary
         self._count = 0  # tokens accepted by the library, without the end-of-sequence token
-        self._ended = False
+        self.ended = False
+        self._shape = (mask_words(vocabulary.size),)
 
     def __len__(self) -> int:
         """Accepted tokens, with the end-of-sequence token."""
-        return self._count + self._ended
+        return self._count + self.ended
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """Accept tokens up to the first forbidden one; returns how many were accepted. Never raises for bad tokens."""
         for i, token in enumerate(token_ids):
-            if self._ended:
+            if self.ended:
                 return i
             if token in self.vocabulary.eos_ids:
                 if not self.native.accepting():
                     return i
-                self._ended = True
+                self.ended = True
             elif not 0 <= token < len(self.vocabulary.tokens) or not self._accept(token):
                 return i
             else:
@@ -85,8 +95,8 @@ class Matcher:
         """
         if not 0 <= count <= len(self):
             raise ValueError(f"cannot roll back {count} of {len(self)} accepted tokens")
-        if count and self._ended:
-            self._ended = False
+        if count and self.ended:
+            self.ended = False
             count -= 1
         if count:
             self._take_back(count)
@@ -101,22 +111,31 @@ class Matcher:
             ValueError: a row of another width or type.
             MatcherError: the library hit its limits.
         """
-        if row.shape != (mask_words(self.vocabulary.size),) or row.dtype != "int32" or not row.flags.c_contiguous:
-            raise ValueError(f"expected a contiguous int32 row of {mask_words(self.vocabulary.size)} words")
-        if self.is_terminated:
+        if row.shape != self._shape or row.dtype != np.int32 or not row.flags.c_contiguous:
+            raise ValueError(f"expected a contiguous int32 row of {self._shape[0]} words, got {row.dtype} {row.shape}")
+        if self.ended:
             set_only(row, self.vocabulary.eos_ids)
         else:
             self.native.fill(row)
-            self.restrict(row)
+            if self.narrowed:
+                self.restrict(row)
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether `restrict` may have something to do here."""
+        return self.guard is not None or (self.whitespace is not None and self.whitespace.place > self.whitespace.free)
 
     def restrict(self, row: Mask) -> None:
-        """Take out of a row that the library has filled what the guard and the bound on whitespace forbid, in place.
+        """Take out of a row that the library has filled what the bound on whitespace and the guard forbid, in place.
 
         Raises:
-            MatcherError: nothing is left: the grammar asks for another item where no distinct one is possible.
+            MatcherError: nothing is left: the vocabulary cannot go on without whitespace, or the grammar asks for another
+                item where no distinct one is possible.
         """
-        if self.whitespace is not None:
-            self.whitespace.restrict(row)
+        if self.whitespace is not None and (kept := self.whitespace.kept()) is not None:
+            row &= kept
+            if not row.any():
+                raise MatcherError("every token that may follow goes beyond the longest run of blanks (max_whitespace)")
         if self.guard is None:
             return
         self.guard.restrict(row)
@@ -194,18 +213,18 @@ class Matcher:
     @property
     def is_accepting(self) -> bool:
         """Whether the text may end here: an end-of-sequence token would be accepted."""
-        return not self._ended and self.native.accepting()
+        return not self.ended and self.native.accepting()
 
     @property
     def is_terminated(self) -> bool:
         """Whether nothing but the end of the sequence can follow."""
-        return self._ended or self.native.stopped()
+        return self.ended or self.native.stopped()
 
     def clone(self) -> Matcher:
         """An independent copy in the same state."""
         whitespace = self.whitespace and self.whitespace.clone()
         other = Matcher(self.native.clone(), self.vocabulary, self.guard and self.guard.clone(), whitespace)
-        other._count, other._ended = self._count, self._ended
+        other._count, other.ended = self._count, self.ended
         return other
 
     def mask(self) -> Mask:

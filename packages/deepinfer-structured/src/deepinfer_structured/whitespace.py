@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_structured.bitmask import Mask, mask_words
-from deepinfer_structured.errors import MatcherError
 from deepinfer_structured.vocab import Vocabulary
 
 INSIDE, ESCAPED = -1, -2  # places in a string; outside, the place is the number of blanks just written, 0 or more
@@ -37,6 +36,9 @@ class WhitespaceTables:
     Args:
         vocabulary: whose tokens.
         bound: longest run outside strings.
+
+    Attributes:
+        free: the last place at which every token keeps the bound; so do all places below it.
     """
 
     def __init__(self, vocabulary: Vocabulary, bound: int) -> None:
@@ -50,7 +52,8 @@ class WhitespaceTables:
             self._ends.append(array("h", ends.astype(np.int16).tobytes()))
             self._costs.append(array("h", costs.astype(np.int16).tobytes()))
         self._most = [max(costs, default=0) for costs in self._costs]
-        self._masks: dict[tuple[int, int], Mask] = {}
+        self.free = bound - self._most[0] if max(self._most[1:]) <= bound else ESCAPED - 1
+        self._kept: dict[int, Mask | None] = {}
 
     def after(self, place: int, token: int) -> int | None:
         """The place after a token; None if whitespace runs over the bound."""
@@ -63,15 +66,18 @@ class WhitespaceTables:
 
     def kept(self, place: int) -> Mask | None:
         """The mask of the tokens that keep the bound at a place; None if all do."""
+        if place not in self._kept:
+            self._kept[place] = self._mask(place)
+        return self._kept[place]
+
+    def _mask(self, place: int) -> Mask | None:
         start, left = (-place, self.bound) if place < 0 else (0, self.bound - place)
         if left >= self._most[start]:
             return None
-        if (start, left) not in self._masks:
-            bits = np.ones(32 * self._words, np.bool_)
-            costs = np.frombuffer(self._costs[start], np.int16)
-            bits[: len(costs)] = costs <= left
-            self._masks[start, left] = np.packbits(bits, bitorder="little").view(np.int32)
-        return self._masks[start, left]
+        bits = np.ones(32 * self._words, np.bool_)
+        costs = np.frombuffer(self._costs[start], np.int16)
+        bits[: len(costs)] = costs <= left
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _read(texts: list[bytes], start: int, bound: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -116,42 +122,41 @@ def tables(vocabulary: Vocabulary, bound: int) -> WhitespaceTables:
 
 
 class Whitespace:
-    """Follows the tokens of one sequence, a JSON text."""
+    """Follows the tokens of one sequence, a JSON text.
 
-    __slots__ = ("_places", "_tables")
+    Attributes:
+        place: where the text is: `INSIDE` or `ESCAPED` in a string, otherwise the number of blanks just written.
+        free: the last place, in this order, at which every token keeps the bound.
+    """
+
+    __slots__ = ("_before", "_tables", "free", "place")
 
     def __init__(self, tables: WhitespaceTables) -> None:
         self._tables = tables
-        self._places = [0]
+        self._before: list[int] = []
+        self.place, self.free = 0, tables.free
 
     def accept(self, token: int) -> bool:
         """Read a token; False, and nothing is read, if whitespace runs over the bound."""
-        after = self._tables.after(self._places[-1], token)
+        after = self._tables.after(self.place, token)
         if after is None:
             return False
-        self._places.append(after)
+        self._before.append(self.place)
+        self.place = after
         return True
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` tokens."""
-        del self._places[len(self._places) - count :]
+        if count:
+            self.place = self._before[-count]
+            del self._before[-count:]
 
     def clone(self) -> Whitespace:
         """An independent copy."""
         other = Whitespace(self._tables)
-        other._places = self._places[:]
+        other._before, other.place = self._before[:], self.place
         return other
 
-    def restrict(self, row: Mask) -> None:
-        """Take the tokens out of a mask, in place, with which whitespace would run over the bound.
-
-        Raises:
-            MatcherError: no token is left: the vocabulary cannot go on without more whitespace.
-        """
-        kept = self._tables.kept(self._places[-1])
-        if kept is not None:
-            row &= kept
-            if not row.any():
-                raise MatcherError(
-                    f"every token that may follow goes beyond {self._tables.bound} blanks (max_whitespace)"
-                )
+    def kept(self) -> Mask | None:
+        """The mask of the tokens with which whitespace does not run over the bound; None if that is all of them."""
+        return self._tables.kept(self.place)

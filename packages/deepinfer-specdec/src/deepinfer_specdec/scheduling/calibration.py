@@ -19,7 +19,7 @@ from deepinfer_specdec.errors import CalibrationError
 
 BINS = 15
 _GRID = np.logspace(-1.0, 1.0, 41)  # temperatures tried; then a finer grid around the best
-_COLDEST_HOTTEST = (0.1, 10.0)  # positive: the order of a column's confidences stays
+_SLOPES = (0.1, 10.0)  # positive: the order of a column's confidences stays
 _ITERATIONS = 50
 _PRIOR = 1.0  # weight of "the head is right", in blocks: a few blocks must not throw it over
 
@@ -124,44 +124,50 @@ def fit_sts(
             That does not bias it as long as it was decided before the outcome: trimming looks at the same logits that the
             prediction is made from.
     """
-    return _fit(logits, accepted, verified, _best_temperature)
+    known = _checked(logits, accepted, verified)
+    temperatures = np.ones(logits.shape[1])
+    before = np.ones(logits.shape[0])
+    for j in range(logits.shape[1]):
+        rows = known > j
+        if rows.any():
+            temperatures[j] = _best_temperature(logits[rows, j], before[rows], accepted[rows] > j)
+        before = before * sigmoid(logits[:, j] / temperatures[j])
+    return TemperatureScaling(temperatures)
 
 
 def fit_scaling(
     logits: NDArray[np.floating], accepted: NDArray[np.integer], verified: NDArray[np.integer] | None = None
 ) -> TemperatureScaling:
-    """Fit a temperature and an offset a column, in order: each pair maximises the likelihood of the cumulative survival,
-    the earlier ones fixed. Arguments as in `fit_sts`.
+    """Fit a temperature and an offset a column by logistic regression, among the blocks that were kept up to there.
+
+    What a column's fate was is known or not before it is decided, if all before it were kept. So blocks that were verified in
+    part teach without bias even where `verified` is stated as the width once a draft was rejected, and less otherwise, which
+    STS must not be given: it looks at the cumulative survival.
+
+    Arguments as in `fit_sts`.
     """
-    return _fit(logits, accepted, verified, _likeliest)
+    known = _checked(logits, accepted, verified)
+    values = []
+    for j in range(logits.shape[1]):
+        rows = (known > j) & (accepted >= j)
+        values.append(_likeliest(logits[rows, j], accepted[rows] > j))
+    slopes, offsets = np.array(values).T
+    return TemperatureScaling(1.0 / slopes, offsets)
 
 
-def _fit(
-    logits: NDArray[np.floating],
-    accepted: NDArray[np.integer],
-    verified: NDArray[np.integer] | None,
-    column: Callable[[NDArray[np.floating], NDArray[np.float64], NDArray[np.bool_]], tuple[float, float]],
-) -> TemperatureScaling:
+def _checked(
+    logits: NDArray[np.floating], accepted: NDArray[np.integer], verified: NDArray[np.integer] | None
+) -> NDArray[np.integer]:
     if logits.ndim != 2 or accepted.shape != (logits.shape[0],) or logits.shape[0] == 0:
         raise CalibrationError(f"logits {logits.shape}, accepted {accepted.shape}; allowed: [n, K] and [n], n >= 1")
-    known = _verified(logits, verified)
-    temperatures, offsets = np.ones(logits.shape[1]), np.zeros(logits.shape[1])
-    before = np.ones(logits.shape[0])
-    for j in range(logits.shape[1]):
-        rows = known > j
-        if rows.any():
-            temperatures[j], offsets[j] = column(logits[rows, j], before[rows], accepted[rows] > j)
-        before = before * sigmoid(logits[:, j] / temperatures[j] + offsets[j])
-    return TemperatureScaling(temperatures, offsets)
+    return _verified(logits, verified)
 
 
 def _verified(logits: NDArray[np.floating], verified: NDArray[np.integer] | None) -> NDArray[np.integer]:
     return np.full(logits.shape[0], logits.shape[1]) if verified is None else verified
 
 
-def _best_temperature(
-    logits: NDArray[np.floating], before: NDArray[np.float64], survived: NDArray[np.bool_]
-) -> tuple[float, float]:
+def _best_temperature(logits: NDArray[np.floating], before: NDArray[np.float64], survived: NDArray[np.bool_]) -> float:
     best = 1.0
     for grid in (_GRID, None):
         tried = grid if grid is not None else best * np.logspace(-0.05, 0.05, 11)
@@ -171,29 +177,25 @@ def _best_temperature(
         best = float(
             min((t for t, e in zip(tried, errors, strict=True) if e <= lowest + 1e-12), key=lambda t: abs(np.log(t)))
         )
-    return best, 0.0
+    return best
 
 
-def _likeliest(
-    logits: NDArray[np.floating], before: NDArray[np.float64], survived: NDArray[np.bool_]
-) -> tuple[float, float]:
-    """Temperature and offset by Fisher scoring of before * sigmoid(slope * logit + offset), with a faint prior at (1, 0)."""
+def _likeliest(logits: NDArray[np.floating], kept: NDArray[np.bool_]) -> tuple[float, float]:
+    """Slope and offset of the logits by Newton's method, with a faint prior at (1, 0)."""
     design = np.stack([np.asarray(logits, np.float64), np.ones(len(logits))], axis=1)
-    prior, values = np.array([1.0, 0.0]), np.array([1.0, 0.0])
+    prior = np.array([1.0, 0.0])
+    values = prior
     for _ in range(_ITERATIONS):
-        own = sigmoid(design @ values)
-        chance = np.clip(before * own, 1e-9, 1.0 - 1e-9)
-        slope = before * own * (1.0 - own)
-        spread = chance * (1.0 - chance)
-        gradient = design.T @ (slope * (survived - chance) / spread) + _PRIOR * (prior - values)
-        curvature = (design * (slope**2 / spread)[:, None]).T @ design + _PRIOR * np.eye(2)
+        chance = sigmoid(design @ values)
+        gradient = design.T @ (kept - chance) + _PRIOR * (prior - values)
+        curvature = (design * (chance * (1.0 - chance))[:, None]).T @ design + _PRIOR * np.eye(2)
         step = np.linalg.solve(curvature, gradient)
         step /= max(1.0, float(np.abs(step).max()))  # far from the optimum the curvature says little
         values = values + step
-        values[0] = np.clip(values[0], 1.0 / _COLDEST_HOTTEST[1], 1.0 / _COLDEST_HOTTEST[0])
+        values[0] = np.clip(values[0], *_SLOPES)
         if np.abs(step).max() < 1e-7:
             break
-    return float(1.0 / values[0]), float(values[1])
+    return float(values[0]), float(values[1])
 
 
 Fit = Callable[[NDArray[np.floating], NDArray[np.integer], NDArray[np.integer]], TemperatureScaling]

@@ -150,7 +150,7 @@ class StepCosts:
         self._unchecked: dict[int, int] = {}  # rows -> steps with drafts since a plain one like them
         self._step = 0
         self._extra: dict[int, _Extra] = {}
-        self._extra_seen: dict[int, int] = {}  # load -> step of the last measurement
+        self._extra_seen: dict[int, tuple[int, int]] = {}  # load -> measurements, step of the last one
         self._host = _Medians()
         self._kept: dict[
             tuple[int, int], tuple[int, NDArray[np.float64]]
@@ -187,14 +187,19 @@ class StepCosts:
         return min(self._ahead.at(rows), bound) if self._ahead else bound
 
     def alone(self, rows: int) -> float:
-        """Seconds of a synchronous step of `rows` sequences without drafts; 0 when nothing was measured."""
-        return self._alone.at(rows) if self._alone else self._ahead.at(rows)
+        """Seconds of a synchronous step of `rows` sequences without drafts; 0 when nothing was measured.
+
+        Never more than a step of the other loop, which bounds it where only fewer rows were measured.
+        """
+        if not self._alone:
+            return self._ahead.at(rows)
+        return min(self._alone.at(rows), self._ahead.at(rows)) if self._ahead else self._alone.at(rows)
 
     def extra(self, rows: int, most: int) -> NDArray[np.float64]:
         """float64 [most + 1]: what 0..most drafts add to a step of `rows` sequences, seconds."""
         guess = _GRID * np.float64(self.alone(rows) / (rows + _PRIOR_ROWS))
         load = load_of(rows)
-        old = self._step - self._extra_seen.get(load, self._step) > _OLD
+        old = self._step - self._extra_seen.get(load, _NEVER)[1] > _OLD
         return self._extra.get(load, _NOTHING).line(guess, most, old)
 
     def host_seconds(self, rows: int) -> float:
@@ -212,7 +217,8 @@ class StepCosts:
         kept = self._kept.get((rows, most))
         if kept is None or self._step >= kept[0]:
             seconds = self.alone(rows) + self.extra(rows, most) + self.host_seconds(rows)
-            kept = self._kept[rows, most] = self._step + min(_KEPT, self._step // _KEPT), seconds
+            good_for = min(_KEPT, self._extra_seen.get(load_of(rows), _NEVER)[0] // _KEPT)
+            kept = self._kept[rows, most] = self._step + good_for, seconds
         return kept[1]
 
     def fixed_share(self, rows: int) -> float:
@@ -242,7 +248,7 @@ class StepCosts:
         self._unchecked[rows] = self._unchecked.get(rows, 0) + 1
         if self.known:
             load = load_of(rows)
-            self._extra_seen[load] = self._step
+            self._extra_seen[load] = self._extra_seen.get(load, _NEVER)[0] + 1, self._step
             self._extra.setdefault(load, _Extra()).add(drafts, max(0.0, seconds - self.alone(rows)))
 
     def observe_host(self, rows: int, seconds: float, step_seconds: float) -> None:
@@ -272,7 +278,7 @@ def _alike(size: int, rows: int, near: float = _NEAR) -> bool:
     return size <= rows * near and rows <= size * near
 
 
-_NOTHING = _Extra()
+_NOTHING, _NEVER = _Extra(), (0, 0)
 
 
 def load_of(rows: int) -> int:

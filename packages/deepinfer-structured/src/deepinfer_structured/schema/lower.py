@@ -74,11 +74,11 @@ def _lower(schema: Any, options: Options, count_whitespace: bool) -> Lowered:
         if solver.dropped:
             raise next(iter(solver.dropped))
         raise UnsatisfiableSchema("no JSON value fits the schema")  # see `explain`
-    count_whitespace = count_whitespace and options.max_whitespace > 0
-    head = '%llguidance {"ignore_once": true}\n' if count_whitespace and bounds_whitespace else "%llguidance {}\n"
+    # Inline `%json` schemas skip once where the library knows it, and must share their skipped expression with the rest.
+    head = '%llguidance {"ignore_once": true}\n' if bounds_whitespace else "%llguidance {}\n"
     if options.max_whitespace:
         head += f"%ignore /{pattern}/\n"
-    if count_whitespace and not bounds_whitespace:
+    if options.max_whitespace and count_whitespace and not bounds_whitespace:
         solver.notes["whitespace inside a tag is not bounded: that needs llguidance 1.8 or later"] = None
     notes = [*solver.notes, *(f"narrowed: {e}" for e in solver.dropped)]
     return Lowered(

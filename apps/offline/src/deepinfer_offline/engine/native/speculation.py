@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
 _SHARE = 0.006  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
-_START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
+_START, _SAVED = 0.004, 0.006  # seconds of such work to begin with, and at most saved up
 _URGENT = 2  # forecasts on credit when a good part of the rows begin their answers
 _BEGUN = 8  # one row of so many is a good part
 _PROBED_ROWS = 16  # rows drafted at once while off
