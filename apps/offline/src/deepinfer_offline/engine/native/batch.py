@@ -98,7 +98,8 @@ def plan_inputs(
     rows = np.repeat(np.arange(len(order)), counts)
     positions = np.arange(len(rows)) - query_starts[rows] + starts[rows]
     keep_all = np.array([slot in prompt_logprobs for slot in slots.tolist()], bool) & plan.prefills[order]
-    wanted = np.where(plan.samples[order], np.where(plan.prefills[order], 1, counts), 0)
+    drafts = counts - (plan.counts - plan.drafts)[order]
+    wanted = np.where(plan.samples[order], drafts + 1, 0)
     logit_rows = _logit_rows(query_starts, np.where(keep_all, counts, wanted))
     seq_lens = (plan.starts + plan.counts)[order].astype(np.int32)
     host = HostBatch(
