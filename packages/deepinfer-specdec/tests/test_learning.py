@@ -152,6 +152,7 @@ def test_the_loop_that_runs_ahead_is_never_slower_than_the_synchronous_one() -> 
         costs.observe_host(8, 0.001, 0.012)
     assert costs.ahead(8) == pytest.approx(0.013)
     assert costs.synchronous(8, 4)[0] == pytest.approx(0.013)
+    assert costs.least(8) == pytest.approx(0.0125), "to be beaten with half of the host's time hidden"
     for _ in range(5):
         costs.observe_ahead(64, 0.040)
     assert costs.alone(64) == pytest.approx(0.040), "not eight times what 8 rows take"
@@ -296,7 +297,14 @@ def test_forecasts_that_failed_are_trusted_less_but_never_for_good() -> None:
     steps = 1
     while switch.rest() or not switch.expect(1.2, 1.0):
         steps += 1
-    assert steps > switch.options.pause, "a modest one waits for trust to come back, not for the pause alone"
+    assert steps == switch.options.pause
+    while switch.measure(0.9, 1.0):
+        pass
+    assert switch.on is False
+    for _ in range(2 * switch.options.pause):
+        switch.rest()
+    assert not switch.expect(1.2, 1.0), "a modest one waits for trust to come back, not for the pause alone"
+    assert not switch.promising
 
 
 def test_a_trial_ends_by_the_clock() -> None:
@@ -320,6 +328,9 @@ def test_loads_have_their_own_switches() -> None:
     assert not switches.meet(17).on
     assert switches.meet(60).on, "and the one that paid goes on paying"
     assert switches.changes == 2
+    alone, many = LoadSwitches(), LoadSwitches()
+    assert alone.meet(1).expect(1.5, 1.0), "one sequence's forecast is enough"
+    assert [many.meet(16).expect(1.5, 1.0) for _ in range(3)] == [False, False, True], "those of many must agree"
 
 
 def test_statistics_count_the_bonus() -> None:

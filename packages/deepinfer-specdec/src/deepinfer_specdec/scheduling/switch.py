@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from deepinfer_specdec.errors import SpecDecodeError
 from deepinfer_specdec.scheduling.costs import load_of
 
-_RECOVERY = 0.01  # share of lost trust that comes back per step
+_RECOVERY = 0.004  # share of lost trust that comes back per step
+_ONE_FAILURE = 0.9  # of the trust that is left at least: a few steps are a poor sample
 _LEAST_TRUST = 0.75  # a gain of 1.41 and more is tried again however often lesser ones have failed
 
 
@@ -74,10 +75,16 @@ class SpeculationSwitch:
     on listens to the clock. Three ways lead off: drafts that lose time when they are verified, which lowers the trust in
     forecasts and makes the next try wait, longer every time; waiting for drafts that do not come, which does neither; and
     both in a mix, as their sum.
+
+    Args:
+        options: thresholds.
+        least: forecasts that must agree. One sequence's is true for as long as its text goes on like that; those of many differ
+            from step to step, and the best of several would be too good.
     """
 
-    def __init__(self, options: SwitchOptions | None = None) -> None:
+    def __init__(self, options: SwitchOptions | None = None, least: int = 1) -> None:
         self.options = options or SwitchOptions()
+        self.least = least
         self.on = False
         self.changes = 0
         self._expected = _Gain(self.options.forecasts)
@@ -101,12 +108,16 @@ class SpeculationSwitch:
         self._resting = max(0, self._resting - 1)
         return self._resting > 0
 
+    @property
+    def promising(self) -> bool:
+        """Off: whether the forecasts so far promise enough, be they few."""
+        return self._expected.steps > 0 and self._expected.value * self._trust >= self.options.enter
+
     def expect(self, seconds_without: float, seconds_with: float) -> bool:
         """Off and not resting: take in a forecast of one step; returns whether speculation is on now."""
         self._expected.add(seconds_without, seconds_with)
-        promised = self._expected.value * self._trust
-        if promised >= self.options.enter:
-            self._promised = promised
+        if self.promising and self._expected.steps >= self.least:
+            self._promised = self._expected.value * self._trust
             self._turn(True)
         return self.on
 
@@ -138,9 +149,9 @@ class SpeculationSwitch:
             self._turn(False)
         return self.on and self._weigh()
 
-    def successor(self) -> SpeculationSwitch:
+    def successor(self, least: int) -> SpeculationSwitch:
         """A switch for another load that was never met: in the same state, with the same trust, and no failures of its own."""
-        made = SpeculationSwitch(self.options)
+        made = SpeculationSwitch(self.options, least)
         made.on, made._trust, made._promised = self.on, self._trust, self._promised
         return made
 
@@ -150,7 +161,8 @@ class SpeculationSwitch:
             if self._won > 0.0:
                 self._pause = self.options.pause
             else:
-                self._trust *= min(1.0, max(_LEAST_TRUST / self._trust, self._measured.value / self._promised))
+                kept = min(1.0, max(_ONE_FAILURE, self._measured.value / self._promised))
+                self._trust = max(_LEAST_TRUST, self._trust * kept)
                 self._resting = self._pause
                 self._pause = min(2 * self._pause, self.options.longest_pause)
             self._turn(False)
@@ -188,6 +200,9 @@ class LoadSwitches:
         """The switch of the load of `rows` sequences becomes the current one. A load met first goes on as the last one did."""
         load = load_of(rows)
         if load not in self._by_load:
-            self._by_load[load] = self._current.successor() if self._by_load else self._current
+            least = 1 + load // 2
+            if not self._by_load:
+                self._current.least = least
+            self._by_load[load] = self._current.successor(least) if self._by_load else self._current
         self._current = self._by_load[load]
         return self._current

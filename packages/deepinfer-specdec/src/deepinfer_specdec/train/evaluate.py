@@ -73,7 +73,12 @@ class Evaluation:
 
     @property
     def best(self) -> Calibration:
-        """The paper's, unless offsets err less on texts that they were not fitted on, by more than chance makes."""
+        """STS, unless offsets err less on texts that they were not fitted on, by more than chance makes.
+
+        Of rejection sampling always STS: vLLM's adapter takes temperatures alone.
+        """
+        if self.rule.method == "standard":
+            return self.sts
         gained = float((self.sts.errors - self.offset.errors).max())
         lost = float((self.offset.errors - self.sts.errors).max())
         return self.offset if gained > max(lost, float(self.offset.chance.max()) / 2) else self.sts

@@ -101,8 +101,7 @@ class AheadDrafts:
         self._drafter.guess(ids[live].tolist(), drafted.token_ids[live], drafted.confidence[live])
         slots = plan.slots[drafted.plan_rows][live]
         self._meet(slots)
-        sure = self._drafter.calibration.scaling.confidences(drafted.confidence[live])
-        self._relay.record(plan.step, slots, np.cumprod(sure, axis=1))
+        self._relay.record(plan.step, slots, self._drafter.calibration.scaling.survival(drafted.confidence[live]))
 
     def _none(self, step: int, _slots: np.ndarray, _most: np.ndarray) -> int:
         self._plain = step

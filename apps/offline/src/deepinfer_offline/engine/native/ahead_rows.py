@@ -57,14 +57,14 @@ class DrawingRows:
         return self.base[self.owner] + self.positions
 
 
-def share_drafts(confidence: torch.Tensor, temperatures: torch.Tensor, most: torch.Tensor, budget: int) -> torch.Tensor:
+def share_drafts(confidence: torch.Tensor, scaling: torch.Tensor, most: torch.Tensor, budget: int) -> torch.Tensor:
     """How many drafts each row verifies, int64 [R]: the `budget` likeliest to survive, as `deepinfer_specdec.admit` has it.
 
     Equal survivals go to the earlier column, then to the lower row: nothing here depends on a drafted token at its own place.
 
     Args:
         confidence: float32 [R, K], raw, of the rows' blocks.
-        temperatures: float32 [K], calibration by column.
+        scaling: float32 [2, K], the calibration: temperatures and offsets by column.
         most: int64 [R], drafts that each row may verify.
         budget: at most their sum.
     """
@@ -72,7 +72,7 @@ def share_drafts(confidence: torch.Tensor, temperatures: torch.Tensor, most: tor
     given = most.new_zeros(rows)
     if not budget:
         return given
-    survival = torch.sigmoid(confidence / temperatures).cumprod(dim=1)
+    survival = torch.sigmoid(confidence / scaling[0] + scaling[1]).cumprod(dim=1)
     exists = torch.arange(width, device=most.device) < most[:, None]
     keys = torch.where(exists, survival, -1.0).t().flatten()  # by column, then by row: a stable order settles ties
     chosen = keys.sort(descending=True, stable=True).indices[:budget]
@@ -83,7 +83,7 @@ def lay_out(
     plan: StepPlan,
     lengths: torch.Tensor,
     confidence: torch.Tensor,
-    temperatures: np.ndarray,
+    scaling: np.ndarray,
     tokens: TokenBuffer,
 ) -> DrawingRows:
     """Share the budget, and say where everything is.
@@ -92,7 +92,7 @@ def lay_out(
         plan: with `ahead`.
         lengths: int64 [max_running], tokens of each slot as the steps before left them. Those that the host knows are put right.
         confidence: float32 [max_running, K], of each slot's block.
-        temperatures: float32 [K].
+        scaling: float32 [2, K], see `share_drafts`.
         tokens: the token buffer.
     """
     assert plan.ahead is not None
@@ -104,7 +104,7 @@ def lay_out(
     slack, most = plan.slack[:count], plan.drafts[:count].astype(np.int64)
     span = int((slack + most).max(initial=0)) + 1 + plan.ahead.width
     there, slots_there, known_there, exact, most_there, heat = upload(
-        [plan_rows, slots, known, slack == 0, most, temperatures], lengths.device
+        [plan_rows, slots, known, slack == 0, most, scaling], lengths.device
     )
     decoding = slots_there[:count]
     first = known_there.clone()

@@ -31,6 +31,8 @@ from deepinfer_offline.ops.transfers import Download, StepClock
 from deepinfer_offline.sampling.device_rows import DeviceRows
 
 if TYPE_CHECKING:
+    from deepinfer_specdec.scheduling.calibration import TemperatureScaling
+
     from deepinfer_offline.engine.native.batch import StepInputs
     from deepinfer_offline.engine.native.runner import MaskSource, ModelRunner
     from deepinfer_offline.sampling.batch import Logprobs, SamplingTable
@@ -54,11 +56,11 @@ class AheadSteps:
     Args:
         runner: of the engine; its model has a block draft.
         table: parameters by slot.
-        temperatures: called when a step is launched: float64 [K], the calibration of its confidences.
+        scaling: called when a step is launched: the calibration of its confidences.
     """
 
-    def __init__(self, runner: ModelRunner, table: SamplingTable, temperatures: Callable[[], np.ndarray]) -> None:
-        self._runner, self._table, self._temperatures = runner, table, temperatures
+    def __init__(self, runner: ModelRunner, table: SamplingTable, scaling: Callable[[], TemperatureScaling]) -> None:
+        self._runner, self._table, self._scaling = runner, table, scaling
         self._drafts = cast("DraftsBlocks", runner.model)
         options = runner.model.options
         self._device, self._exact = options.device, not _takes_bounds(runner.model)
@@ -69,8 +71,9 @@ class AheadSteps:
         self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None, moves: Sequence[Future[Any]]
     ) -> Callable[[], EnqueuedAhead]:
         """The step as a call for the worker, with what the host knows now."""
-        heat = self._temperatures().astype(np.float32)
-        return partial(self._run, plan, inputs, masks, moves, heat)
+        now = self._scaling()
+        scaling = np.stack([now.temperatures, now.offsets]).astype(np.float32)
+        return partial(self._run, plan, inputs, masks, moves, scaling)
 
     # --- in the step's thread --------------------------------------------------------------------------------
 
@@ -80,12 +83,12 @@ class AheadSteps:
         inputs: StepInputs,
         masks: MaskSource | None,
         moves: Sequence[Future[Any]],
-        temperatures: np.ndarray,
+        scaling: np.ndarray,
     ) -> EnqueuedAhead:
         clock, runner = StepClock(self._device), self._runner
         for done in moves:
             done.result()
-        rows = lay_out(plan, self._lengths, self._confidence, temperatures, runner.tokens)
+        rows = lay_out(plan, self._lengths, self._confidence, scaling, runner.tokens)
         batch = ahead_batch(plan, inputs, rows, runner.tokens, self._device, exact=self._exact)
         hidden = runner.model.forward(batch, runner.cache)
         prompts = tuple(runner.score_prompt(chunk, hidden) for chunk in inputs.prompts)

@@ -43,7 +43,7 @@ def make_speculation(
     drafter = make_dspark(runner, scheduler, cache.block_table, sampler.choose, options.draft_model)
     ahead = None
     if options.async_scheduling and can_run_ahead(runner.model):
-        runner.ahead = AheadSteps(runner, sampler.table, lambda: drafter.calibration.scaling.temperatures)
+        runner.ahead = AheadSteps(runner, sampler.table, lambda: drafter.calibration.scaling)
         ahead = AheadDrafts(drafter, scheduler)
     return Speculation(drafter, scheduler, runner, reason, trial=True, ahead=ahead)
 

@@ -37,14 +37,15 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.runner import ModelRunner
 
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
-_SHARE = 0.006  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
-_START, _SAVED = 0.004, 0.006  # seconds of such work to begin with, and at most saved up
-_URGENT = 2  # forecasts on credit when a good part of the rows begin their answers
+_SHARE = 0.0025  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
+_START, _SAVED = 0.003, 0.004  # seconds of such work to begin with, and at most saved up
+_URGENT = 2  # forecasts on credit when a good part of the rows begin their answers; and after one that promised a gain
 _BEGUN = 8  # one row of so many is a good part
 _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
+_HOPES, _FADE = 8.0, 0.98  # drafts that say the hopes are right to begin with; how the last steps outweigh earlier ones
 _UNCOUNTED = 256  # steps counted at once
 _PACE_RATE = 0.15  # weight of one verification in a sequence's pace
 
@@ -95,6 +96,9 @@ class Speculation:
         ] = []  # drafts made, verified and accepted
         self._landed = 0.0  # clock when the last step's results were taken
         self._runs_ahead = False  # the step in flight was launched before the last one had landed
+        self._disturbed = True  # drafts were made while the step in flight ran, or it is the first after a prompt
+        self._hoped, self._kept = _HOPES, _HOPES  # drafts of the last steps, by worth: to be kept on average, and kept
+        self._hope = 0.0  # the former, of the step in flight
         self._expected = 0.0  # seconds, of the step in flight if it is synchronous
         self._comparing = False  # the step in flight runs without drafts to know what they are worth
         self._steps = {False: 0, True: 0}  # with decode rows, by whether speculation was on
@@ -183,7 +187,8 @@ class Speculation:
         self._steps[on] += 1
         drafts_itself = plan.ahead is not None and plan.ahead.width > 0
         self._credit.earn(passed)
-        if steady and ahead and not drafts_itself:
+        disturbed, self._disturbed = self._disturbed, not steady
+        if steady and ahead and not disturbed and not drafts_itself:
             self._observe_ahead(decodes, max(passed, result.seconds))
         if on:
             saved = self._count(result, rows)
@@ -224,17 +229,24 @@ class Speculation:
     # --- decisions -------------------------------------------------------------------------------------------
 
     def _learn(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
-        """On: what did the step cost, and what did it save? `saved`: accepted drafts by their worth."""
+        """On: what did the step cost, and what did it save? `saved`: accepted drafts by their worth.
+
+        Whether it paid is judged by the drafts that were to be kept on average, corrected by what the last steps kept: luck of
+        few rows would outweigh the rest.
+        """
         drafts = int(result.plan.drafts.sum())
         self._costs.observe(rows, drafts, result.seconds)
         self._costs.observe_host(rows, passed - result.seconds, result.seconds)
         if self._comparing or self._forced:
             return
-        plain = self._costs.ahead(rows)
         if drafts:
+            plain = self._costs.least(rows)
+            self._hoped = _FADE * self._hoped + self._hope
+            self._kept = _FADE * self._kept + saved
+            saved = self._hope * self._kept / self._hoped
             self._switches.current.measure((rows + saved) * plain / rows, min(passed, _OUTLIER * self._expected))
         else:
-            self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / plain - 1.0)
+            self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / self._costs.ahead(rows) - 1.0)
 
     def _learn_ahead(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
         """On, planned ahead: the same. A step drafts whether or not it verifies anything."""
@@ -270,6 +282,7 @@ class Speculation:
 
     def _probe(self, answers: Mapping[int, Answer]) -> None:
         """Off: what would drafts save now? A few rows are drafted, nothing is verified."""
+        self._disturbed = True
         running = self._running(answers, ready=False)
         rows = self._sample(running)
         # Not on credit: a text is told once, and what its prompt took is a hundred times as long.
@@ -281,7 +294,9 @@ class Speculation:
             draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
             without, along = self._forecast(draft, rows, running, worth, seconds)
             self._best_gain = max(self._best_gain, without / along)
-            self._switches.current.expect(without, along)
+            switch = self._switches.current
+            if not switch.expect(without, along) and switch.promising:
+                self._urgent = max(self._urgent, 1)
         self._credit.spend(time.perf_counter() - begin)
 
     def _forecast(
@@ -329,6 +344,7 @@ class Speculation:
         if self._comparing:
             return none
         self._expected = float(seconds[choice.budget])
+        self._hope = draft.rows * (choice.gain * self._expected / float(seconds[0]) - 1.0)
         return choice.lengths
 
     def _budget_ahead(self, rows: int, tokens: np.ndarray) -> int:
