@@ -16,7 +16,7 @@ from deepinfer_offline.engine.native import ahead_step
 from deepinfer_offline.engine.native.engine import NativeEngine
 from deepinfer_sched.slots import SlotState
 from toy_drafts import WIDTH, BoundsToy, DraftingToy, check_all, count_steps, make_drafting_engine, random_job, sizes
-from toy_engine import check, run
+from toy_engine import ask, check, run
 
 
 @pytest.mark.parametrize("kind", [DraftingToy, BoundsToy])
@@ -65,6 +65,23 @@ def test_speculation_goes_on_and_off_and_meets_grammars_and_preemptions() -> Non
         seen += steps
         seen["preempted"] += engine.stats().preemptions
     assert min(seen["ahead"], seen["host"], seen["plain"], seen["follows"], seen["preempted"]) > 50
+
+
+def test_left_to_itself_it_tries_and_decides_by_the_clock() -> None:
+    """Whatever the clock says: the first try comes after some plain steps, and answers do not depend on what follows."""
+    seen: Counter[str] = Counter()
+    for job in range(8):
+        rng = random.Random(job)
+        engine = make_drafting_engine(pages=200, running=8, budget=64)
+        steps = count_steps(engine)
+        check_all(
+            engine, [ask(f"r{place}", "word"[place % 4 :], max_tokens=60) for place in range(rng.randrange(1, 9))]
+        )
+        seen += steps
+        assert not engine._parts.speculation._trial
+    assert seen["plain"] > 8 * 6
+    assert seen["ahead"] >= 8 * 3, "measurements may switch it off after three steps at the earliest"
+    assert seen["follows"] > 8
 
 
 def test_aborted_requests_leave_the_others_alone() -> None:

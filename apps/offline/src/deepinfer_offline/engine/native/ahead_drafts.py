@@ -18,6 +18,7 @@ from deepinfer_specdec.scheduling.relay import SurvivalRelay
 
 if TYPE_CHECKING:
     from deepinfer_sched import Scheduler
+    from deepinfer_specdec.scheduling.switch import SpeculationSwitch
 
     from deepinfer_offline.engine.native.answer import Answer
     from deepinfer_offline.engine.native.dspark import DSparkDrafter
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 
 LAG = 2  # steps between the block that a budget looks at last, and the step it is for
 
-ChooseBudget = Callable[[int, np.ndarray], int]
-"""Rows, and float64 [n + 1], the drafts expected to hold of the best 0..n -> drafts to verify."""
+_OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
+
+ChooseBudget = Callable[[int, np.ndarray, np.ndarray], int]
+"""Rows; float64 [n + 1], the drafts expected to hold of the best 0..n; float64 [m + 1], seconds of a step that verifies 0..m,
+m >= n -> drafts to verify."""
 
 
 class AheadDrafts:
@@ -72,7 +76,9 @@ class AheadDrafts:
         def budget(step: int, slots: np.ndarray, most: np.ndarray) -> int:
             if fixed is not None:
                 return int(np.minimum(most, fixed).sum())
-            return min(choose(len(slots), self.forecast(step, slots)), int(most.sum())) if most.any() else 0
+            if not most.any() or not self.costs.known:
+                return 0
+            return min(choose(len(slots), self.forecast(step, slots), self.seconds(len(slots))), int(most.sum()))
 
         return DraftsAhead(self._drafter.max_draft, budget)
 
@@ -85,6 +91,25 @@ class AheadDrafts:
     def seconds(self, rows: int) -> np.ndarray:
         """float64 [n + 1], what steps of these rows take that verify 0 to all of the drafts they may have."""
         return self.costs.alone(rows) + self.costs.extra(rows, rows * self._drafter.max_draft)
+
+    def learn(
+        self, result: StepResult, rows: int, seconds: float, saved: float, switch: SpeculationSwitch | None
+    ) -> None:
+        """What a step took that ran ahead and drafted, and with a `switch` what that says of speculation.
+
+        Args:
+            result: of the step, which only decoded.
+            rows: of the step.
+            seconds: from the results before to its own.
+            saved: accepted drafts by their worth.
+            switch: of the present load; None while speculation is forced.
+        """
+        drafts = int(result.verified.sum())
+        self.costs.observe(rows, drafts, seconds)
+        if switch is not None:
+            expected = float(self.seconds(rows)[drafts])
+            without = (rows + saved) * self.costs.ahead(rows) / rows
+            switch.measure(without, min(seconds, _OUTLIER * expected))
 
     def landed(self, result: StepResult, following: Following, answers: Mapping[int, Answer]) -> None:
         """A step's results were applied: settle the blocks it verified, remember the ones it drafted."""

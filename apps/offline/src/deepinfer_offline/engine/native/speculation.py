@@ -82,6 +82,7 @@ class Speculation:
         self._following = Following(drafter)
         self._switches = LoadSwitches()
         self._costs = StepCosts()
+        self._plain_costs = [self._costs] if ahead is None else [self._costs, ahead.costs]
         self._credit = WorkCredit(_SHARE, _START, _SAVED)
         self._urgent = 0  # forecasts that may still be made on credit
         self._drafted: dict[int, tuple[int, float]] = {}  # sequence -> drafts made for the next step, worth of a token
@@ -91,9 +92,7 @@ class Speculation:
         )  # the last prices and the floor that follows from them
         self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
         self._statistics = SpeculationStatistics()
-        self._uncounted: list[
-            tuple[np.ndarray | list[int], np.ndarray, np.ndarray]
-        ] = []  # drafts made, verified and accepted
+        self._uncounted: list[tuple[Sequence[int] | np.ndarray, ...]] = []  # drafts made, verified and accepted
         self._landed = 0.0  # clock when the last step's results were taken
         self._runs_ahead = False  # the step in flight was launched before the last one had landed
         self._disturbed = True  # drafts were made while the step in flight ran, or it is the first after a prompt
@@ -140,7 +139,7 @@ class Speculation:
             return None
         rows, costs = self._scheduler.num_running, self._ahead.costs
         plain = not self._forced and rows > 0 and costs.needs_plain(rows, self._switches.current.gain)
-        return self._ahead.offer(self._budget_ahead, plain=plain, fixed=self._fixed)
+        return self._ahead.offer(self._best, plain=plain, fixed=self._fixed)
 
     def propose(self, answers: Mapping[int, Answer]) -> None:
         """Before a plan of the synchronous loop: draft for every row that is ready, and tell scheduler and runner."""
@@ -189,17 +188,20 @@ class Speculation:
         self._credit.earn(passed)
         disturbed, self._disturbed = self._disturbed, not steady
         if steady and ahead and not disturbed and not drafts_itself:
-            self._observe_ahead(decodes, max(passed, result.seconds))
+            for costs in self._plain_costs:
+                costs.observe_ahead(decodes, max(passed, result.seconds))
         if on:
             saved = self._count(result, rows)
             if steady and ahead and drafts_itself:
-                self._learn_ahead(result, decodes, max(passed, result.seconds), saved)
+                assert self._ahead is not None
+                switch = None if self._forced else self._switches.current
+                self._ahead.learn(result, decodes, max(passed, result.seconds), saved, switch)
             elif steady and not ahead and plan.ahead is None:
                 self._learn(result, decodes, passed, saved)
         elif self._trial and steady and self._steps[False] > _TRIAL_AFTER:
             self._trial = False
             self._switches.meet(decodes).try_on()
-        elif not self._switches.current.rest() and self._may_probe:
+        elif not self._switches.current.rest() and self._costs.known and (self._credit.ready or self._urgent):
             self._urgent = max(0, self._urgent - 1)
             self._probe(answers)
         if not self._forced:
@@ -248,22 +250,6 @@ class Speculation:
         else:
             self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / self._costs.ahead(rows) - 1.0)
 
-    def _learn_ahead(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
-        """On, planned ahead: the same. A step drafts whether or not it verifies anything."""
-        assert self._ahead is not None
-        drafts = int(result.verified.sum())
-        self._ahead.costs.observe(rows, drafts, passed)
-        if not self._forced:
-            expected = float(self._ahead.seconds(rows)[drafts])
-            without = (rows + saved) * self._ahead.costs.ahead(rows) / rows
-            self._switches.current.measure(without, min(passed, _OUTLIER * expected))
-
-    def _observe_ahead(self, rows: int, seconds: float) -> None:
-        """A step of the loop that runs ahead, without drafts."""
-        self._costs.observe_ahead(rows, seconds)
-        if self._ahead is not None:
-            self._ahead.costs.observe_ahead(rows, seconds)
-
     def _turn(self, rows: int, was_on: bool, answers: Mapping[int, Answer]) -> None:
         """Go on as the present load's switch says. Drafts that were proposed for the next step are taken back."""
         if was_on and not self._switches.meet(rows).on:
@@ -272,17 +258,11 @@ class Speculation:
         else:
             self._switches.meet(rows)
 
-    @property
-    def _may_probe(self) -> bool:
-        """Whether there is something to compare with, and time to spend. A draft that is made in the step's thread would wait
-        there behind masks, which are filled once this step's results are taken: not then.
-        """
-        due = self._costs.known and (self._credit.ready or self._urgent > 0)
-        return due and not (self._on_device and self._scheduler.awaits_masks)
-
     def _probe(self, answers: Mapping[int, Answer]) -> None:
         """Off: what would drafts save now? A few rows are drafted, nothing is verified."""
         self._disturbed = True
+        if self._on_device and self._scheduler.awaits_masks:
+            return  # a draft would wait behind masks that are filled when this returns
         running = self._running(answers, ready=False)
         rows = self._sample(running)
         # Not on credit: a text is told once, and what its prompt took is a hundred times as long.
@@ -346,11 +326,6 @@ class Speculation:
         self._expected = float(seconds[choice.budget])
         self._hope = draft.rows * (choice.gain * self._expected / float(seconds[0]) - 1.0)
         return choice.lengths
-
-    def _budget_ahead(self, rows: int, tokens: np.ndarray) -> int:
-        """Drafts to verify in a step that is planned ahead."""
-        assert self._ahead is not None
-        return self._best(rows, tokens, self._ahead.seconds(rows)) if self._ahead.costs.known else 0
 
     def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
         """Drafts to verify by the best rate over all budgets; 0 unless it is clearly better than none."""
