@@ -118,9 +118,8 @@ class AheadDrafts:
         if drafted is None:
             return
         ids = plan.seq_ids[drafted.plan_rows]
-        live = (self._scheduler.state.seq_ids[plan.slots[drafted.plan_rows]] == ids) & [
-            i in answers for i in ids.tolist()
-        ]
+        live = np.array([seq_id in answers for seq_id in ids.tolist()], bool)
+        live &= self._scheduler.state.seq_ids[plan.slots[drafted.plan_rows]] == ids
         rows = [answers[seq_id] for seq_id in ids[live].tolist()]
         following.tell(rows)
         self._drafter.guess(ids[live].tolist(), drafted.token_ids[live], drafted.confidence[live])
