@@ -12,6 +12,7 @@ from deepinfer_specdec.scheduling.calibration import (
     chance_errors,
     cumulative_errors,
     expected_calibration_error,
+    fit_conditional,
     fit_scaling,
     sigmoid,
 )
@@ -59,19 +60,26 @@ def test_fits_keep_the_order_of_a_column_and_never_predict_worse_than_the_head(
     assert surprise(1.0 / scaling.temperatures[0], scaling.offsets[0]) <= surprise(1.0, 0.0) + 1e-6
 
 
-def test_blocks_verified_in_part_teach_without_bias() -> None:
-    """Drafts drawn to be verified or not; one more token than was verified is seen. Known is all of a block once a draft was
-    rejected, else what was seen, as the native engine has it."""
+def test_what_was_not_verified_teaches_nothing_if_the_outcome_had_no_say() -> None:
+    """Verified lengths drawn apart from what happened: the same offsets, from fewer blocks."""
+    logits, accepted = blocks(24_000, 3)
+    verified = np.random.default_rng(4).integers(1, 4, len(accepted))
+    for fit in (fit_scaling, fit_conditional):
+        scaling = fit(logits, np.minimum(accepted, verified), verified)
+        np.testing.assert_allclose(scaling.offsets, OFFSETS, atol=0.2)
+
+
+def test_blocks_known_once_they_are_rejected_teach_without_bias() -> None:
+    """As the native engine has them: known is all of a block once a draft was rejected, else what was seen. The cumulative
+    survival of such blocks is biased, and so is the fit that looks at it."""
     logits, accepted = blocks(40_000, 3)
-    seen = np.random.default_rng(4).integers(1, 3, len(accepted))
-    kept = np.minimum(accepted, seen)
-    known = np.where(accepted < seen, 3, seen)
-    scaling = fit_scaling(logits, kept, known)
-    np.testing.assert_allclose(scaling.offsets[:2], OFFSETS[:2], atol=0.15)
-    assert scaling.offsets[2] == pytest.approx(0.0, abs=1e-6)  # nobody saw that column's fate
-    seen = np.random.default_rng(5).integers(1, 4, len(accepted))
-    scaling = fit_scaling(logits, np.minimum(accepted, seen), np.where(accepted < seen, 3, seen))
-    np.testing.assert_allclose(scaling.offsets, OFFSETS, atol=0.2)
+    seen = np.random.default_rng(4).integers(1, 4, len(accepted))
+    kept, known = np.minimum(accepted, seen), np.where(accepted < seen, 3, seen)
+    np.testing.assert_allclose(fit_conditional(logits, kept, known).offsets, OFFSETS, atol=0.2)
+    assert fit_scaling(logits, kept, known).offsets[2] < OFFSETS[2] - 0.5
+    seen = np.minimum(seen, 2)
+    scaling = fit_conditional(logits, np.minimum(accepted, seen), np.where(accepted < seen, 3, seen))
+    assert scaling.offsets[2] == pytest.approx(0.0, abs=1e-6)  # nobody saw what became of the third draft
 
 
 def test_offsets_are_learned_online_and_kept_in_the_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from deepinfer_specdec import (
 from deepinfer_specdec.errors import CalibrationError, CostCurveError, SpecDecodeError
 from deepinfer_specdec.scheduling.budget import StepLoad, early_stop_budget, live_budget
 from deepinfer_specdec.scheduling.calibration import cumulative_errors, sigmoid
-from deepinfer_specdec.scheduling.choice import choose
+from deepinfer_specdec.scheduling.choice import choose, round_sizes
 from deepinfer_specdec.scheduling.relay import SurvivalRelay
 from deepinfer_specdec.simulation.throughput import (
     Workload,
@@ -119,6 +119,26 @@ def test_one_sort_chooses_as_two_rules_do(seed: int) -> None:
         assert choice.lengths.tolist() == expected.tolist()
     else:
         assert (choice.budget, choice.gain) == (0, 1.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 40))
+def test_only_round_sizes_are_chosen_where_that_is_asked_for(seed: int, rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 5, rows)
+    values = np.where(np.arange(4) < counts[:, None], np.cumprod(rng.uniform(0.5, 1.0, (rows, 4)), axis=1), 0.0)
+    seconds = 1.0 + 0.02 * np.arange(4 * rows + 1)
+    ranked = np.sort(values.ravel())[::-1]
+    allowed = [
+        b
+        for b in range(int(counts.sum()) + 1)
+        if b == 0 or rows + b <= 16 or (rows + b) % (4 if rows + b <= 64 else 8) == 0
+    ]
+    rates = {b: (rows + ranked[:b].sum()) / seconds[b] for b in allowed}
+    choice = choose(values, counts, seconds, sizes=round_sizes)
+    assert choice.budget in allowed
+    assert rates[choice.budget] == pytest.approx(max(rates.values()))
+    assert choice.lengths.sum() == choice.budget
 
 
 def test_limits_and_prefill_tokens_count() -> None:

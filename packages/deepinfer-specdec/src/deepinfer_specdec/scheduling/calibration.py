@@ -138,11 +138,27 @@ def fit_sts(
 def fit_scaling(
     logits: NDArray[np.floating], accepted: NDArray[np.integer], verified: NDArray[np.integer] | None = None
 ) -> TemperatureScaling:
-    """Fit a temperature and an offset a column by logistic regression, among the blocks that were kept up to there.
+    """Fit a temperature and an offset a column, in order: each pair maximises the likelihood of the cumulative survival,
+    the earlier ones fixed. Arguments as in `fit_sts`.
+    """
+    known = _checked(logits, accepted, verified)
+    slopes, offsets = np.ones(logits.shape[1]), np.zeros(logits.shape[1])
+    before = np.ones(logits.shape[0])
+    for j in range(logits.shape[1]):
+        rows = known > j
+        slopes[j], offsets[j] = _likeliest(logits[rows, j], before[rows], accepted[rows] > j)
+        before = before * sigmoid(logits[:, j] * slopes[j] + offsets[j])
+    return TemperatureScaling(1.0 / slopes, offsets)
 
-    What a column's fate was is known or not before it is decided, if all before it were kept. So blocks that were verified in
-    part teach without bias even where `verified` is stated as the width once a draft was rejected, and less otherwise, which
-    STS must not be given: it looks at the cumulative survival.
+
+def fit_conditional(
+    logits: NDArray[np.floating], accepted: NDArray[np.integer], verified: NDArray[np.integer] | None = None
+) -> TemperatureScaling:
+    """Fit a temperature and an offset a column, each by logistic regression among the blocks that were kept up to there.
+
+    For blocks that are known as far as they were kept, and as a whole once a draft was rejected: whether a column's fate is seen
+    does not depend on it, if all before it were kept. The cumulative survival of such blocks is biased, so the other fits must
+    not be given them. The price: that a draft which is kept goes before better ones is not seen.
 
     Arguments as in `fit_sts`.
     """
@@ -150,7 +166,7 @@ def fit_scaling(
     values = []
     for j in range(logits.shape[1]):
         rows = (known > j) & (accepted >= j)
-        values.append(_likeliest(logits[rows, j], accepted[rows] > j))
+        values.append(_likeliest(logits[rows, j], np.ones(int(rows.sum())), accepted[rows] > j))
     slopes, offsets = np.array(values).T
     return TemperatureScaling(1.0 / slopes, offsets)
 
@@ -180,15 +196,20 @@ def _best_temperature(logits: NDArray[np.floating], before: NDArray[np.float64],
     return best
 
 
-def _likeliest(logits: NDArray[np.floating], kept: NDArray[np.bool_]) -> tuple[float, float]:
-    """Slope and offset of the logits by Newton's method, with a faint prior at (1, 0)."""
+def _likeliest(
+    logits: NDArray[np.floating], before: NDArray[np.float64], survived: NDArray[np.bool_]
+) -> tuple[float, float]:
+    """Slope and offset in before * sigmoid(slope * logit + offset), by Fisher scoring with a faint prior at (1, 0)."""
     design = np.stack([np.asarray(logits, np.float64), np.ones(len(logits))], axis=1)
     prior = np.array([1.0, 0.0])
     values = prior
     for _ in range(_ITERATIONS):
-        chance = sigmoid(design @ values)
-        gradient = design.T @ (kept - chance) + _PRIOR * (prior - values)
-        curvature = (design * (chance * (1.0 - chance))[:, None]).T @ design + _PRIOR * np.eye(2)
+        own = sigmoid(design @ values)
+        chance = np.clip(before * own, 1e-9, 1.0 - 1e-9)
+        slope = before * own * (1.0 - own)
+        spread = chance * (1.0 - chance)
+        gradient = design.T @ (slope * (survived - chance) / spread) + _PRIOR * (prior - values)
+        curvature = (design * (slope**2 / spread)[:, None]).T @ design + _PRIOR * np.eye(2)
         step = np.linalg.solve(curvature, gradient)
         step /= max(1.0, float(np.abs(step).max()))  # far from the optimum the curvature says little
         values = values + step
@@ -210,7 +231,7 @@ class OnlineCalibration:
         capacity: blocks kept.
         refit_every: new blocks between two fits; the first fit waits for this many.
         start: temperatures to begin with.
-        fit: `fit_sts`, or `fit_scaling` where the head may have been trained for another verification or temperature.
+        fit: how; the others where the head may have been trained for another verification or temperature, see there.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ two steps and nothing hides what they take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +28,21 @@ class Choice:
     gain: float
 
 
+def round_sizes(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Which sizes of a step, in tokens, are round: all to 16, every fourth to 64, every eighth above.
+
+    A size that never ran makes kernels be built (15 to 20 ms on a CPU) or a graph be captured, and its price is learned by
+    itself: few sizes, often.
+    """
+    return (tokens <= 16) | ((tokens % 4 == 0) & (tokens <= 64)) | (tokens % 8 == 0)
+
+
 def choose(
-    values: NDArray[np.floating], counts: NDArray[np.integer], seconds: NDArray[np.float64], edge: float = 1.0
+    values: NDArray[np.floating],
+    counts: NDArray[np.integer],
+    seconds: NDArray[np.float64],
+    edge: float = 1.0,
+    sizes: Callable[[NDArray[np.integer]], NDArray[np.bool_]] | None = None,
 ) -> Choice:
     """As `live_budget` and `admit` do (read the warning there): the budget of the best rate over all, (rows + values of the
     admitted drafts) / seconds, spent on the highest values.
@@ -38,12 +52,15 @@ def choose(
         counts: [R], drafts that exist.
         seconds: float64 [n + 1], of the step with 0..n drafts, n at least the sum of `counts`.
         edge: a budget above 0 must promise this much of the rate without one.
+        sizes: which sizes of the step, rows and drafts together, may be chosen; None for all.
     """
     rows, available = values.shape[0], int(counts.sum())
     if not available:
         return Choice(np.zeros(rows, np.int32), 0, 1.0)
     ranked = np.sort(values, axis=None)[: -available - 1 : -1]
     rates = (rows + np.cumsum(ranked, dtype=np.float64)) / seconds[1 : available + 1]
+    if sizes is not None:
+        rates = np.where(sizes(np.arange(rows + 1, rows + available + 1)), rates, 0.0)
     best = int(rates.argmax())
     gain = float(rates[best]) * float(seconds[0]) / rows
     if gain < edge or gain <= 1.0:

@@ -20,7 +20,7 @@ import torch
 from deepinfer_specdec import Draft
 from deepinfer_specdec.draft import PAD
 from deepinfer_specdec.errors import CalibrationError
-from deepinfer_specdec.scheduling.calibration import OnlineCalibration, TemperatureScaling, fit_scaling
+from deepinfer_specdec.scheduling.calibration import OnlineCalibration, TemperatureScaling, fit_conditional
 
 from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.models.base import DraftsBlocks, Model
@@ -75,8 +75,8 @@ class DSparkDrafter:
         group = next(g for g in runner.model.facts.cache_groups if g.name == self._model.draft_group)
         self._block_size = group.block_size
         self.max_draft = self._model.draft_width
-        # Blocks are known as far as tokens came, all of them after a rejection: STS would be biased by that.
-        self.calibration = OnlineCalibration(self.max_draft, start=scaling, fit=fit_scaling)
+        # Blocks are known as far as they were kept, and as a whole after a rejection: other fits would be biased by that.
+        self.calibration = OnlineCalibration(self.max_draft, start=scaling, fit=fit_conditional)
         self._guesses: dict[int, _Guess] = {}
         self._settled: list[tuple[np.ndarray, int, int]] = []  # logits, right, known
 

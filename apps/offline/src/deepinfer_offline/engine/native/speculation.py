@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from deepinfer_specdec import Draft, Drafter, SpeculationStatistics
 from deepinfer_specdec.scheduling.budget import expected_tokens
-from deepinfer_specdec.scheduling.choice import choose
+from deepinfer_specdec.scheduling.choice import choose, round_sizes
 from deepinfer_specdec.scheduling.costs import StepCosts
 from deepinfer_specdec.scheduling.credit import WorkCredit
 from deepinfer_specdec.scheduling.switch import LoadSwitches
@@ -45,6 +45,7 @@ _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
+_MOST_TRUTH = 1.2
 _HOPES, _FADE = 8.0, 0.98  # drafts that say the hopes are right to begin with; how the last steps outweigh earlier ones
 _UNCOUNTED = 256  # steps counted at once
 _PACE_RATE = 0.15  # weight of one verification in a sequence's pace
@@ -228,6 +229,13 @@ class Speculation:
             return "never on: the job was too short to tell what drafts are worth"
         return f"never on: at best x{self._best_gain:.2f} of plain decoding's speed was to be expected"
 
+    @property
+    def _truth(self) -> float:
+        """What hopes are worth: drafts that the last steps kept over those that they were to keep on average. Below 1 mostly,
+        however well confidences fit, since it is those that err upwards that are verified.
+        """
+        return min(_MOST_TRUTH, self._kept / self._hoped)
+
     # --- decisions -------------------------------------------------------------------------------------------
 
     def _learn(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
@@ -245,7 +253,7 @@ class Speculation:
             plain = self._costs.least(rows)
             self._hoped = _FADE * self._hoped + self._hope
             self._kept = _FADE * self._kept + saved
-            saved = self._hope * self._kept / self._hoped
+            saved = self._hope * self._truth
             self._switches.current.measure((rows + saved) * plain / rows, min(passed, _OUTLIER * self._expected))
         else:
             self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / self._costs.ahead(rows) - 1.0)
@@ -291,7 +299,9 @@ class Speculation:
         if int(draft.counts.max()) < 2:
             return plain, float(seconds[0])
         of = dict(zip((answer.seq.seq_id for answer in running), worth.tolist(), strict=True))
-        value = draft.survivals()[:, 1:] * np.array([[of[answer.seq.seq_id]] for answer in rows], np.float32)
+        value = draft.survivals()[:, 1:] * np.array(
+            [[of[answer.seq.seq_id] * self._truth] for answer in rows], np.float32
+        )
         tokens = scaled_tokens(expected_tokens(value), len(rows), decodes)
         best = self._best(decodes, tokens, seconds)
         return (1.0 + float(tokens[best]) / decodes) * plain, float(seconds[best])
@@ -316,7 +326,7 @@ class Speculation:
         none = np.zeros(draft.rows, np.int32)
         if not self._costs.known:
             return none
-        choice = choose(draft.survivals() * worth[:, None], draft.counts, seconds, _EDGE)
+        choice = choose(draft.survivals() * (worth[:, None] * self._truth), draft.counts, seconds, _EDGE, round_sizes)
         if not choice.budget:
             return none
         gain = choice.gain * self._costs.ahead(draft.rows) / float(seconds[0])
@@ -324,7 +334,7 @@ class Speculation:
         if self._comparing:
             return none
         self._expected = float(seconds[choice.budget])
-        self._hope = draft.rows * (choice.gain * self._expected / float(seconds[0]) - 1.0)
+        self._hope = draft.rows * (choice.gain * self._expected / float(seconds[0]) - 1.0) / self._truth
         return choice.lengths
 
     def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
