@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,9 +27,12 @@ from deepinfer_offline.models.deepsig_v41.synthetic import random_tensors
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
 from deepinfer_offline.ops.attention.portable import TorchAttention
 from deepinfer_offline.ops.cuda.attention import CudaAttention, shape_reason
+from deepinfer_offline.ops.deepsig import kv_gather
 from deepinfer_offline.ops.rope import RopeConfig, rope_table
+from deepinfer_offline.weights.source import resolve_model
 
 NEAR = 1e-5  # of values of size 1
+DSPARK = Path(__file__).parent / "data" / "v41-oracle" / "dev-dspark"
 
 V41 = {
     "model_type": "deepsig_v41",
@@ -109,6 +113,32 @@ def test_v41_layers_on_kernels_are_the_reference() -> None:
     for step, (a, e) in enumerate(zip(found, expected, strict=True)):
         assert (a - e).abs().max() < NEAR, f"step {step}"
     assert model.backbone.counters == b.counters
+
+
+def test_v41_draft_context_on_kernels_is_the_reference() -> None:
+    """Records of the draft stages after prompts, decode rows and verified rows; a value at the edge may round the other way."""
+    found = []
+    for on_kernels in (False, True):
+        model = DeepSigV41Model.load(resolve_model(str(DSPARK)), ModelOptions("cpu", torch.float32, 256, 4, 512, 4))
+        b = model.backbone
+        if on_kernels:
+            model.backbone = DeviceBackbone(
+                b.config, b.schedule, b.weights, b.frequencies, b.engram, b.decoder_replay, b.block_size
+            )
+        model.start_drafting()
+        session = Session(model, slots=3, capacity=96, seed=3)
+        rng = np.random.default_rng(1)
+        for slot in range(3):
+            session.write(slot, 0, rng.integers(0, 64, 90).tolist())
+        session.run(Chunk(0, 0, 21), Chunk(1, 0, 3))
+        session.run(Chunk(0, 21, 1, prefill=False), Chunk(1, 3, 1, prefill=False), Chunk(2, 0, 2))
+        session.run(Chunk(0, 22, 3, prefill=False, wanted=3), Chunk(1, 4, 1, prefill=False))
+        found.append(torch.stack(tuple(session.cache.window[model.config.num_hidden_layers :])))
+    expected, ours = (kv_gather(pool, torch.arange(len(pool)), "fp8", model.config.head_dim, torch.float32)
+                      for pool in (records.flatten(0, -2) for records in found))  # fmt: skip
+    assert (expected != 0).float().mean() > 0.05
+    assert (ours != expected).float().mean() < 1e-3
+    assert (ours - expected).abs().max() <= expected.abs().max() / 8
 
 
 def attention_batch(counts: list[int], starts: list[int], floors: list[int], block: int) -> ForwardBatch:

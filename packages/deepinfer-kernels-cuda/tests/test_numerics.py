@@ -155,3 +155,21 @@ def test_shapes_are_checked() -> None:
         kernels.sparse_mla_decode(
             rand(2, 4, 64), pool, torch.zeros(3, 4, dtype=torch.int32, device=DEVICE), None, scale=1.0
         )
+
+
+@pytest.mark.parametrize("pairs", [5, 3000, 20000])
+def test_pairs_are_grouped_in_order(pairs) -> None:
+    from deepinfer_kernels_cuda.experts import group_pairs
+
+    experts = 3
+    ids = torch.randint(-1, experts, (pairs, 1), device=DEVICE)
+    order, offsets = group_pairs(ids, experts)
+    want = [(ids.flatten() == expert).nonzero().flatten() for expert in range(experts)]
+    assert offsets.tolist() == torch.tensor([0, *map(len, want)]).cumsum(0).tolist()
+    assert order[: offsets[-1]].tolist() == torch.cat(want).tolist()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 700])
+def test_engram_rows_are_all_read(tokens) -> None:
+    table, rows = rand(50, 32), torch.randint(0, 50, (tokens, 7), device=DEVICE)
+    assert torch.equal(kernels.engram_gather(table, None, rows, table.dtype), table[rows].flatten(1))

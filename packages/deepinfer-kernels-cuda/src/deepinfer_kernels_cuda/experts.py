@@ -27,6 +27,8 @@ _GROUPED = {
 }
 #: Over how many pairs an expert the widest tile of the decode-once kernel is taken.
 _WIDE_PAIRS = 96
+#: Pairs from which they are grouped in larger blocks.
+_MANY_PAIRS = 16384
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,11 @@ def group_pairs(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Te
     pairs = ids.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
-    block = max(128, min(2048, 1 << (pairs - 1).bit_length()))
-    group_pairs_kernel[(experts,)](ids, pairs, order, offsets, experts, BLOCK=block, num_warps=4)
+    # Each pass over the pairs waits for memory once a block: many pairs want large ones.
+    block = max(128, min(2048 if pairs < _MANY_PAIRS else 8192, 1 << (pairs - 1).bit_length()))
+    group_pairs_kernel[(experts,)](
+        ids, pairs, order, offsets, experts, BLOCK=block, num_warps=4 if block <= 2048 else 16
+    )
     return order, offsets
 
 

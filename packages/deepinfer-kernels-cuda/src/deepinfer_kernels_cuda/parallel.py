@@ -78,21 +78,20 @@ class ExpertParallel:
         owner = torch.where(ids >= 0, ids // self.local, -1)
         ranks = torch.arange(self.size, device=ids.device)
         wanted = (owner[None] == ranks[:, None, None]).any(-1)  # [ranks, t]
-        destination, rows = wanted.nonzero(as_tuple=True)
         sent = wanted.sum(1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        sent_list, received_list = sent.tolist(), received.tolist()
+        sent_list, received_list = torch.stack((sent, received)).tolist()  # the only wait for the device
+        destination, rows = torch.nonzero_static(wanted, size=sum(sent_list)).unbind(1)
 
         local_ids = ids[rows] - (destination * self.local)[:, None]
         owned = (owner[rows] == destination[:, None]) & (ids[rows] >= 0)
         local_ids = torch.where(owned, local_ids, -1)
-        return Dispatched(
-            self._exchange(x[rows], sent_list, received_list),
-            self._exchange(local_ids, sent_list, received_list),
-            self._exchange(weights[rows], sent_list, received_list),
-            DispatchHandle(rows, sent_list, received_list, x.shape[0]),
-        )
+        there = self._exchange(x[rows], sent_list, received_list)
+        both = torch.cat((local_ids.int(), weights[rows].view(torch.int32)), 1)
+        both_ids, both_weights = self._exchange(both, sent_list, received_list).chunk(2, 1)
+        handle = DispatchHandle(rows, sent_list, received_list, x.shape[0])
+        return Dispatched(there, both_ids.long(), both_weights.contiguous().view(torch.float32), handle)
 
     def combine(self, y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """Return the partial sums and add them, float32, in the order of ranks; a collective call.

@@ -265,8 +265,9 @@ def engram_gather(
     if rows.numel():
         codes = table.view(torch.uint8) if scale is not None else table
         scales = scale.view(torch.uint8).contiguous() if scale is not None else None
-        engram_gather_kernel[(-(-rows.numel() // 8),)](
+        block = 16 if rows.numel() >= 4096 else 8
+        engram_gather_kernel[(-(-rows.numel() // block),)](
             codes, scales, rows.contiguous(), rows.numel(), out, HAS_SCALE=scale is not None, WIDTH=n,
-            D=max(32, _power(n)), BR=16 if rows.numel() >= 4096 else 8, HARDWARE=device_arch(table.device) != 0, num_warps=4,
+            D=max(32, _power(n)), BR=block, HARDWARE=device_arch(table.device) != 0, num_warps=4,
         )  # fmt: skip
     return out

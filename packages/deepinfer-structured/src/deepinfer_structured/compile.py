@@ -23,6 +23,7 @@ from deepinfer_structured.worker import Worker
 _INLINE_BYTES = 8_000  # a specification up to this size is lowered in the calling process
 _INLINE_SECONDS = 1.0
 _TEXTUAL = ("fuel", "lexeme", "regex", "NoExtension")  # words of the library's messages about terminals
+_INLINE = "failed to compile JSON schema"  # of an inline schema, as numbers with a `multipleOf` are written
 _TRIAL = "deepinfer_structured.trial"
 _lock = threading.Lock()
 
@@ -115,9 +116,12 @@ def _explained(error: StructuredError, spec: Spec, found: Lowered | None, option
             return _call("explain_misfit", (spec, options), options)
         except StructuredError:
             return error
-    message = str(error)[:200]
-    if found is None or not (isinstance(error, LimitExceeded) or message.startswith("panic")):
+    if found is None:
         return error
+    message = str(error)[:200]
+    if _INLINE in message:
+        place = blame.of_keyword(values.load(spec.content), "multipleOf")
+        return LimitExceeded(f"the grammar library cannot express it: {message}", *place, blame.ROUNDER)
     textual = any(word in message for word in _TEXTUAL)
     pointer, keyword = found.longest_terminals if textual else found.most_rules
     if not keyword:

@@ -69,7 +69,7 @@ class StepClock:
 
     def __init__(self, device: str) -> None:
         self._cuda = torch.device(device).type == "cuda"
-        self._begin, self._end = self._mark(), self._mark()
+        self._begin = self._end = self._mark()
 
     def _mark(self) -> Any:
         if not self._cuda:

@@ -27,9 +27,10 @@ _MODEST = 1.35  # gain below which what it is measured against must be known wel
 _OFTEN, _RARELY = 32, 128  # steps of a size between two without drafts, for modest and for larger gains
 _PLAIN_WINDOW = 7  # the same for plain steps, which are measured rarely while speculation is on
 _HOST_SHARE = 0.06
-_HIDDEN = 0.5  # of the host's time, by the loop that runs ahead: next to none on two busy cores, all of it on a GPU
 _KEPT = 8  # steps that an answer is kept at most
-_PRIOR_ROWS = 16  # before anything is known a draft costs as much as a row among this many
+_PRIOR_ROWS = (
+    16  # before anything is known a draft costs as much as a row among this many more; also the rows that hide half
+)
 
 
 def _median(values: Iterable[float]) -> float:
@@ -188,10 +189,12 @@ class StepCosts:
         return min(self._ahead.at(rows), bound) if self._ahead else bound
 
     def least(self, rows: int) -> float:
-        """What speculation must beat: `ahead`, but where that was last measured long ago, and bounded by a synchronous step, a
-        part of the host's time is taken to be hidden.
+        """What speculation must beat: `ahead`, but where that is bounded by a synchronous step, a part of the host's time is
+        taken to be hidden by the other loop: next to none where steps are short and two busy cores do both, most where they are
+        long.
         """
-        return min(self.ahead(rows), self.alone(rows) + (1.0 - _HIDDEN) * self.host_seconds(rows))
+        seen = _PRIOR_ROWS / (rows + _PRIOR_ROWS)
+        return min(self.ahead(rows), self.alone(rows) + seen * self.host_seconds(rows))
 
     def alone(self, rows: int) -> float:
         """Seconds of a synchronous step of `rows` sequences without drafts; 0 when nothing was measured.

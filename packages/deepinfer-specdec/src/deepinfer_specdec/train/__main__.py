@@ -41,32 +41,47 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--texts", type=Path, help='JSON lines {"token_ids": [...], "prompt_length": n} made by the target'
     )
     source.add_argument("--prompts", type=Path, help='JSON lines {"token_ids": [...]}: the target answers them first')
-    parser.add_argument("--answer-tokens", type=int, default=256, help="longest answer to --prompts")
+    parser.add_argument(
+        "--answer-tokens", type=int, default=256, help="longest answer to --prompts; default %(default)s"
+    )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.7,
-        help="of the answers, made here or already; confidences are trained and calibrated for it",
+        help="of the answers, made here or already; confidences are trained and calibrated for it; default %(default)s",
     )
     parser.add_argument(
         "--verification",
         choices=RULES,
         default="coupled",
-        help="what confidences are the probability of: the native engine's rule, or rejection sampling as in vLLM (standard)",
+        help="that confidences are for: the native engine's, or rejection sampling as in vLLM (standard); default %(default)s",
     )
-    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=5, help="of the draft; default %(default)s")
     parser.add_argument(
         "--taps", type=int, nargs="+", help="target layers to read; default: evenly spread, not the last"
     )
-    parser.add_argument("--block-size", type=int, default=7)
-    parser.add_argument("--mask-token", type=int, default=0)
-    parser.add_argument("--markov", choices=MARKOV_KINDS, default="vanilla")
-    parser.add_argument("--markov-rank", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--anchors", type=int, default=64)
-    parser.add_argument("--max-length", type=int, default=1024)
-    parser.add_argument("--learning-rate", type=float, default=6e-4)
+    parser.add_argument("--block-size", type=int, default=7, help="tokens of a draft; default %(default)s")
+    parser.add_argument(
+        "--mask-token",
+        type=int,
+        default=0,
+        help="target token that fills a block behind its anchor; default %(default)s",
+    )
+    parser.add_argument(
+        "--markov", choices=MARKOV_KINDS, default="vanilla", help="sequential head; default %(default)s"
+    )
+    parser.add_argument(
+        "--markov-rank", type=int, default=256, help="width of the sequential head; default %(default)s"
+    )
+    parser.add_argument("--steps", type=int, default=1000, help="of the optimiser; default %(default)s")
+    parser.add_argument("--batch-size", type=int, default=8, help="texts a step; default %(default)s")
+    parser.add_argument("--anchors", type=int, default=64, help="blocks a text and step; default %(default)s")
+    parser.add_argument(
+        "--max-length", type=int, default=1024, help="tokens of a text that are used; default %(default)s"
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, default=6e-4, help="highest; warm-up, then a cosine to 0; default %(default)s"
+    )
     held_out = parser.add_mutually_exclusive_group()
     held_out.add_argument(
         "--held-out",
@@ -78,8 +93,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=Path,
         help="evaluate on these instead and train on all others; prompts of both are left out",
     )
-    parser.add_argument("--save-every", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints; default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of answers, data order and anchors; default %(default)s")
     parser.add_argument(
         "--cold-start",
         action="store_true",

@@ -151,7 +151,8 @@ class LlguidanceGrammar:
         first = self._prototype.deep_copy()
         first.unsafe_compute_mask_ptr(address(row), row.nbytes)
         if first.is_error():
-            raise LimitExceeded(_first_line(first.get_error()))
+            reason = _first_line(first.get_error())
+            raise LimitExceeded(f"no text can begin, or telling which can is too costly ({reason})")
         if first.stop_reason() in ("NoExtension", "NoExtensionBias") and not first.is_accepting():
             raise UnsatisfiableSchema("no text fits the constraint")
         if not row.any():

@@ -249,14 +249,14 @@ class Speculation:
         self._costs.observe_host(rows, passed - result.seconds, result.seconds)
         if self._comparing or self._forced:
             return
+        plain = self._costs.least(rows)
         if drafts:
-            plain = self._costs.least(rows)
             self._hoped = _FADE * self._hoped + self._hope
             self._kept = _FADE * self._kept + saved
             saved = self._hope * self._truth
             self._switches.current.measure((rows + saved) * plain / rows, min(passed, _OUTLIER * self._expected))
         else:
-            self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / self._costs.ahead(rows) - 1.0)
+            self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / plain - 1.0)
 
     def _turn(self, rows: int, was_on: bool, answers: Mapping[int, Answer]) -> None:
         """Go on as the present load's switch says. Drafts that were proposed for the next step are taken back."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from deepinfer_offline.models.deepsig_v41.attention import attention_output, pro
 from deepinfer_offline.models.deepsig_v41.block import Residual, feed_forward, site
 from deepinfer_offline.models.deepsig_v41.cache import WINDOW, V41Cache
 from deepinfer_offline.models.deepsig_v41.config import V41Config
+from deepinfer_offline.models.deepsig_v41.device_rows import DeviceRows
 from deepinfer_offline.models.deepsig_v41.stage import Frequencies, one_hot_pre
 from deepinfer_offline.models.deepsig_v41.weights import LayerWeights, ModelWeights
 from deepinfer_offline.ops import deepsig as ops
+from deepinfer_offline.ops.cuda.support import kernels
 
 if TYPE_CHECKING:
     from deepinfer_offline.models.deepsig_v41.backbone import StepResult
@@ -42,6 +44,11 @@ class DraftBlock:
     hidden: Tensor
 
 
+def record_ops(pool: Tensor) -> Any:
+    """What reads records of a pool. The portable op asks on the host whether slots are absent: on CUDA a wait."""
+    return kernels() if pool.is_cuda and kernels() is not None else ops
+
+
 def greedy(logits: Tensor, _position: int) -> Tensor:
     """The likeliest token, ties to the lowest id: float [R, vocab] to int64 [R]."""
     return logits.argmax(dim=-1)
@@ -63,10 +70,22 @@ class Draft:
         assert result.features is not None, "the step made no draft features"
         main = functional.linear(result.features, draft.main_proj)
         main = ops.rms_norm(main, draft.main_norm, self.config.rms_norm_eps)
-        rotary = result.stage.rotary(0)
+        rows = result.stage
         for number, stage in enumerate(draft.stages):
-            _, kv = project_latents(main, stage.attention, self.config, rotary)
-            ops.kv_insert(cache.window[self.config.num_hidden_layers + number], result.stage.window_slots, kv, "fp8")
+            pool, weights = cache.window[self.config.num_hidden_layers + number], stage.attention
+            if isinstance(rows, DeviceRows):
+                rows.package.norm_rope_insert(
+                    pool,
+                    rows.window_slots,
+                    functional.linear(main, weights.wqkv_a[self.config.q_lora_rank :]),
+                    "fp8",
+                    norm_weight=weights.kv_norm,
+                    eps=self.config.rms_norm_eps,
+                    table=rows.rotary(0),
+                )
+            else:
+                _, kv = project_latents(main, weights, self.config, rows.rotary(0))
+                ops.kv_insert(pool, rows.window_slots, kv, "fp8")
 
     def held_from(self, positions: Tensor) -> Tensor:
         """int64 [R], lowest context position that still has its block when the next row computes `positions`.
@@ -148,7 +167,7 @@ class Draft:
             q = functional.linear(latent, stage.attention.wq_b).unflatten(-1, (c.num_attention_heads, c.head_dim))
             q = ops.apply_rope(q, rotary).unflatten(0, (rows, -1))
             own = ops.round_to_record(kv, "fp8").unflatten(0, (rows, -1)).float()
-            context = ops.kv_gather(pool, slots, "fp8", c.head_dim, torch.float32)
+            context = record_ops(pool).kv_gather(pool, slots, "fp8", c.head_dim, torch.float32)
             keys = torch.cat((context, own, own.new_zeros(rows, 1, c.head_dim)), dim=1)
             present = torch.cat((slots >= 0, slots.new_ones((rows, own.shape[1] + 1), dtype=torch.bool)), dim=1)
             allowed = present.unsqueeze(1).expand(-1, q.shape[1], -1)

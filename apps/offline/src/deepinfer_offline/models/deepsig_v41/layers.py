@@ -14,6 +14,7 @@ _NEEDED = (
     "mhc_step", "mhc_post", "mhc_collapse", "router", "moe_experts", "sparse_mla_decode", "indexer_logits",
     "topk_lowest_index", "candidate_mask", "norm_rope_insert", "kv_gather", "rope", "rms_norm", "engram_gather",
     "rotation", "window_index", "entry_index", "selected_slots", "pool_groups", "clamped_swiglu", "grouped_output",
+    "latent_insert", "rope_round", "engram_gate",
 )  # fmt: skip
 
 
