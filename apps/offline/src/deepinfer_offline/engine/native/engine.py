@@ -26,7 +26,8 @@ from deepinfer_offline.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from deepinfer_sched import StepPlan
 
-    from deepinfer_offline.engine.native.runner import Flight, StepResult
+    from deepinfer_offline.engine.native.results import StepResult
+    from deepinfer_offline.engine.native.runner import Flight
     from deepinfer_offline.text.tokenizer import Tokenizer
 
 
@@ -113,7 +114,7 @@ class NativeEngine:
     def step(self) -> list[RequestOutput]:
         """Launch what can be launched, then take the results of the oldest step; return what finished."""
         self._start_compiled()
-        while self._may_launch() and (plan := self._parts.scheduler.plan()) is not None:
+        while (plan := self._plan()) is not None:
             self._launch(plan)
         if self._airborne:
             self._land()
@@ -123,15 +124,26 @@ class NativeEngine:
         done, self._finished = self._finished, []
         return done
 
-    def _may_launch(self) -> bool:
-        """Whether the next step may be planned now. Drafts follow tokens that are known: nothing may be in flight then."""
-        speculation = self._parts.speculation
+    def _plan(self) -> StepPlan | None:
+        """The next step; None when one in flight must land first, or there is nothing to run.
+
+        Drafts follow tokens that are known: nothing may be in flight then, except steps that draft on the device themselves.
+        """
+        scheduler, speculation = self._parts.scheduler, self._parts.speculation
         if speculation is None or not speculation.synchronous:
-            return len(self._airborne) < self._parts.ahead
+            return scheduler.plan() if len(self._airborne) < self._parts.ahead else None
+        drafts = None if self._verifies_on_host() else speculation.ahead()
+        if drafts is not None:
+            return scheduler.plan(drafts) if len(self._airborne) < self._parts.ahead else None
         if self._airborne:
-            return False
+            return None
         speculation.propose(self._answers)
-        return True
+        return scheduler.plan()
+
+    def _verifies_on_host(self) -> bool:
+        """Whether a step in flight verifies drafts that came from the host: only its result says where its rows go on."""
+        plans = [airborne.flight.plan for airborne in self._airborne]
+        return any(plan.ahead is None and plan.drafts.any() for plan in plans)
 
     def _launch(self, plan: StepPlan) -> None:
         runner = self._parts.runner

@@ -6,7 +6,8 @@ much of it is verified; so budgets may look at the current drafts (`deepinfer_sp
 
 While it is off the loop runs one step ahead as ever. Now and then a few rows are drafted and nothing is verified: the
 tokens that come anyway say what the drafts were worth. This may take a small share of the time, by the clock. While it
-is on the loop is synchronous: a draft follows a token that must be known.
+is on the loop is synchronous, since a draft follows a token that must be known, unless the steps themselves draft
+(`deepinfer_offline.engine.native.ahead_drafts`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from deepinfer_offline.engine.native.following import Following
 from deepinfer_offline.engine.native.grammar_drafts import within_grammars
 
 if TYPE_CHECKING:
-    from deepinfer_sched import Scheduler
+    from deepinfer_sched import DraftsAhead, Scheduler
 
+    from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
     from deepinfer_offline.engine.native.answer import Answer
-    from deepinfer_offline.engine.native.runner import ModelRunner, StepResult
+    from deepinfer_offline.engine.native.results import StepResult
+    from deepinfer_offline.engine.native.runner import ModelRunner
 
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
 _SHARE = 0.0025  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
@@ -56,22 +59,31 @@ class Speculation:
         scheduler: takes the lengths to verify.
         runner: takes the draft ids.
         reason: why this drafter, for the report.
+        ahead: plans steps whose drafts stay on the device; None where every draft passes through the host.
         trial: try it once it is known what steps take without it. For a drafter that runs on the device: to draft without
             verifying costs it nearly as much as to verify, so too few forecasts would be made.
     """
 
     def __init__(
-        self, drafter: Drafter, scheduler: Scheduler, runner: ModelRunner, reason: str = "", trial: bool = False
+        self,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        reason: str = "",
+        trial: bool = False,
+        ahead: AheadDrafts | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._reason = reason
-        self._trial = trial
+        self._trial = self._on_device = trial
+        self._ahead = ahead
         self._fixed: int | None = None
         self._forced = False
         self._following = Following(drafter)
         self._switches = LoadSwitches()
         self._costs = StepCosts()
+        self._plain_costs = [self._costs] if ahead is None else [self._costs, ahead.costs]
         self._credit = WorkCredit(_SHARE, _START, _SAVED)
         self._urgent = 0  # forecasts that may still be made on credit
         self._drafted: dict[int, tuple[int, float]] = {}  # sequence -> drafts made for the next step, worth of a token
@@ -81,7 +93,7 @@ class Speculation:
         )  # the last prices and the floor that follows from them
         self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
         self._statistics = SpeculationStatistics()
-        self._uncounted: list[tuple[list[int], np.ndarray, np.ndarray]] = []  # drafts made, verified and accepted
+        self._uncounted: list[tuple[Sequence[int] | np.ndarray, ...]] = []  # drafts made, verified and accepted
         self._landed = 0.0  # clock when the last step's results were taken
         self._runs_ahead = False  # the step in flight was launched before the last one had landed
         self._disturbed = True  # drafts were made while the step in flight ran, or it is the first after a prompt
@@ -98,7 +110,7 @@ class Speculation:
         """
         self._forced, self._fixed = True, length
         if drafter is not None:
-            self._following = Following(drafter)
+            self._following, self._ahead = Following(drafter), None
 
     @property
     def statistics(self) -> SpeculationStatistics:
@@ -113,7 +125,7 @@ class Speculation:
 
     @property
     def synchronous(self) -> bool:
-        """Whether the loop must take a step's results before it plans the next one."""
+        """Whether drafts are verified: then the loop takes a step's results before it plans the next one, unless `ahead`."""
         return self._forced or self._switches.current.on
 
     def end(self, answer: Answer) -> None:
@@ -121,6 +133,14 @@ class Speculation:
         self._following.end(answer)
         self._drafted.pop(answer.seq.seq_id, None)
         self._pace.pop(answer.seq.seq_id, None)
+
+    def ahead(self) -> DraftsAhead | None:
+        """How to plan the next step while others are in flight; None when its drafts must follow tokens that are known."""
+        if self._ahead is None or not self._ahead.possible:
+            return None
+        rows, costs = self._scheduler.num_running, self._ahead.costs
+        plain = not self._forced and rows > 0 and costs.needs_plain(rows, self._switches.current.gain)
+        return self._ahead.offer(self._best, plain=plain, fixed=self._fixed)
 
     def propose(self, answers: Mapping[int, Answer]) -> None:
         """Before a plan of the synchronous loop: draft for every row that is ready, and tell scheduler and runner."""
@@ -160,16 +180,24 @@ class Speculation:
         steady = decodes == plan.num_rows
         if not steady and _BEGUN * int((plan.prefills & plan.samples).sum()) >= plan.num_rows:
             self._urgent = _URGENT
+        if self._ahead is not None:
+            self._ahead.landed(result, self._following, answers)
         if not decodes:
             return
         self._steps[on] += 1
+        drafts_itself = plan.ahead is not None and plan.ahead.width > 0
         self._credit.earn(passed)
         disturbed, self._disturbed = self._disturbed, not steady
-        if steady and ahead and not disturbed:
-            self._costs.observe_ahead(decodes, max(passed, result.seconds))
+        if steady and ahead and not disturbed and not drafts_itself:
+            for costs in self._plain_costs:
+                costs.observe_ahead(decodes, max(passed, result.seconds))
         if on:
             saved = self._count(result, rows)
-            if steady and not ahead:
+            if steady and ahead and drafts_itself:
+                assert self._ahead is not None
+                switch = None if self._forced else self._switches.current
+                self._ahead.learn(result, decodes, max(passed, result.seconds), saved, switch)
+            elif steady and not ahead and plan.ahead is None:
                 self._learn(result, decodes, passed, saved)
         elif self._trial and steady and self._steps[False] > _TRIAL_AFTER:
             self._trial = False
@@ -241,6 +269,8 @@ class Speculation:
     def _probe(self, answers: Mapping[int, Answer]) -> None:
         """Off: what would drafts save now? A few rows are drafted, nothing is verified."""
         self._disturbed = True
+        if self._on_device and self._scheduler.awaits_masks:
+            return  # a draft would wait behind masks that are filled when this returns
         running = self._running(answers, ready=False)
         rows = self._sample(running)
         # Not on credit: a text is told once, and what its prompt took is a hundred times as long.
@@ -354,7 +384,8 @@ class Speculation:
         taken = rows & (result.num_tokens > 0)
         ids, accepted = plan.seq_ids[taken].tolist(), result.num_tokens[taken] - 1
         made = [self._drafted.get(seq_id, (0, 1.0)) for seq_id in ids]
-        self._uncounted.append(([count for count, _ in made], plan.drafts[taken], accepted))
+        drafted = plan.drafts[taken] if plan.ahead is not None else [count for count, _ in made]
+        self._uncounted.append((drafted, result.verified[taken], accepted))
         if len(self._uncounted) >= _UNCOUNTED:
             _ = self.statistics
         for seq_id, number in zip(ids, accepted.tolist(), strict=True):
