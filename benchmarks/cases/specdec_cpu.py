@@ -81,7 +81,7 @@ def make_prompts(kind: str, batch: int, count: int, number: int) -> list[str]:
     rng = random.Random(f"{kind}/{batch}/{number}")
     makers: list[Callable[[random.Random], str]] = [quote_prompt if kind == "quote" else free_prompt] * count
     if kind == "mixed":
-        both = [quote_prompt, free_prompt] * count
+        both: list[Callable[[random.Random], str]] = [quote_prompt, free_prompt] * count
         random.Random(f"{kind}/{batch}/pair {number // 2}").shuffle(both)
         makers = both[count * (number % 2) :][:count]
     return [make(rng) for make in makers]
@@ -159,7 +159,7 @@ class Arms:
     def __init__(self, batch: int, speculative: str, dtype: str, lengths: Sequence[int]) -> None:
         self.llm = LLM(speculative=speculative, dtype=dtype, max_num_seqs=batch, enable_prefix_caching=False)
         self._engine: Any = self.llm.engine
-        self._parts: Any = self._engine._parts
+        self._parts: Any = self._engine._parts  # pyrefly: ignore
         self.auto: Speculation = self._parts.speculation
         self._arms: dict[str, Speculation | None] = {"off": None, "auto": self.auto}
         for length in lengths:
@@ -297,8 +297,9 @@ def show(found: dict[str, Any]) -> None:
     if "to best" in found:
         lengths = "  ".join(f"{length}: {ratio:.3f}" for length, ratio in found["fixed"].items())
         low, high = found["to best interval"]
+        best = " and ".join(found["best"])
         print(
-            f"       {found['compared rounds']} rounds more, lengths to off: {lengths}; auto to the best ({' and '.join(found['best'])},"
+            f"       {found['compared rounds']} rounds more, lengths to off: {lengths}; auto to the best ({best},"
             f" chosen on the other half) {found['to best']:.3f} ({low:.3f} to {high:.3f}),"
             f" processor time {found['to best of processor time']:.3f}",
             flush=True,
