@@ -82,13 +82,9 @@ def _lower(spec: Spec, options: Options) -> Lowered:
     try:
         return _tried(spec, _call("lower_on_trial", (spec, options), options), options)
     except LimitExceeded as error:
-        if spec.kind != "json_schema":
+        if spec.kind != "json_schema" or error.keyword:
             raise
-        refusal = error if error.keyword else _placed(spec, error)
-    try:  # what is too much here may not be for the library's own schema compiler
-        return _tried(spec, _call("lower_natively", (spec, options), options), options)
-    except StructuredError:
-        raise refusal from None
+        raise _placed(spec, error) from None
 
 
 def _lower_quickly(spec: Spec, options: Options) -> Lowered | None:
