@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from deepinfer_structured.bitmask import Mask
 from deepinfer_structured.guard_tables import SPACE, clear, offered, tables
+from deepinfer_structured.guard_values import normal, scalar, spelled
 from deepinfer_structured.schema.unique_paths import Place, UniquePaths
-from deepinfer_structured.schema.values import canon, load
 from deepinfer_structured.vocab import Vocabulary
 
 _SCALAR = frozenset(b"0123456789+-.eEtrufalsn")
-_LITERALS = {ord("t"): ("boolean", True), ord("f"): ("boolean", False), ord("n"): ("null", None)}
+_LITERALS = {ord("t"): b"true", ord("f"): b"false", ord("n"): b"null"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Frame:
     place: Place
     is_array: bool
     guarded: bool = False
-    seen: frozenset[Hashable] = frozenset()
+    seen: frozenset[Any] = frozenset()  # normal forms of items; keys
     index: int = 0
     start: int = 0
     key: str = ""
@@ -78,6 +79,8 @@ class Reader:
 
     def _byte(self, state: State, byte: int, offset: int) -> State | None:
         if state.mode in ("string", "key"):
+            if state.escaped and byte in b"u/" and _counts(state):
+                return None  # a second spelling
             if state.escaped or byte == 0x5C:
                 return replace(state, escaped=not state.escaped)
             if byte != 0x22:
@@ -133,7 +136,7 @@ class Reader:
         if frame is None:
             return State(None, "done")
         if frame.is_array and frame.guarded:
-            value = canon(load(self.text[start:end].decode()))
+            value = normal(bytes(self.text[start:end]))
             if value in frame.seen:
                 return None
             frame = replace(frame, seen=frame.seen | {value})
@@ -152,7 +155,9 @@ class Guard:
         self._states: list[tuple[State, int]] = [(State(None), 0)]
 
     def accept(self, token: int) -> bool:
-        """Read a token; False, and nothing is read, if it repeats an item."""
+        """Read a token; False, and nothing is read, if it repeats an item or key, or is never offered under a guard."""
+        if not offered(self._tables.usual, [token]):
+            return False
         state = self._reader.run(self._states[-1][0], self.vocabulary.tokens[token])
         if state is None:
             return False
@@ -184,6 +189,7 @@ class Guard:
                 elif inside:
                     clear(row, self._next_key(state, frame, row))
             frame, depth = frame.parent, depth + 1
+        clear(row, self._repeating(state, row, self._tables.further))
 
     def along(self, row: Mask) -> list[int]:
         """Tokens of the mask after which a key would be the beginning of an earlier one: all its ends may be taken."""
@@ -244,13 +250,12 @@ class Guard:
         if state.mode in ("value", "string"):
             if state.escaped:
                 found += table.starting(b"u") + table.starting(b"/")
-            for kind, value in frame.seen:  # pyrefly: ignore
-                spelled = json.dumps(value, ensure_ascii=False).encode() if kind == "string" else b""
-                if spelled and spelled.startswith(text):
-                    found += table.starting(spelled[len(text) :])
+            for value in frame.seen:
+                if value[:1] == b'"' and value.startswith(text):
+                    found += table.starting(value[len(text) :])
         if state.mode in ("value", "scalar"):
             for run, ids in table.runs.items():
-                if _scalar(text + run) in frame.seen:
+                if scalar(text + run) in frame.seen:
                     found += ids
         if state.mode == "value":
             found += [t for b, value in _LITERALS.items() if value in frame.seen for t in table.starting(bytes([b]))]
@@ -269,17 +274,15 @@ class Guard:
         return out
 
 
+def _counts(state: State) -> bool:
+    """Whether the string or key at hand must differ from others."""
+    frame = state.frame
+    return frame is not None and frame.guarded and bool(frame.seen) and frame.is_array == (state.mode == "string")
+
+
 @functools.lru_cache(maxsize=4096)
-def _spelled(name: Hashable) -> bytes:
-    """A key as text: with `\\u` and `\\/` never offered, it has one spelling."""
-    return json.dumps(name, ensure_ascii=False).encode()
-
-
-def _scalar(text: bytes) -> Hashable:
-    try:
-        return canon(load(text.decode()))
-    except ValueError:
-        return None
+def _spelled(name: str) -> bytes:
+    return spelled(name)
 
 
 @functools.lru_cache(maxsize=256)

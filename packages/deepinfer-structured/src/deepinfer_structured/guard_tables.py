@@ -14,6 +14,9 @@ from deepinfer_structured.vocab import Vocabulary
 
 SPACE = b" \t\n\r"
 _RUN = re.compile(rb"([0-9+\-.eEtrufalsn]*)[,\]}\s]")
+_SPACED = re.compile(rb'\s"[^"]*"|\s[0-9.+-]+[,\]}\s]|\s[tfn]')
+_FURTHER = re.compile(rb",\s*[tfn]")
+_TWO_SCALARS = re.compile(rb",\s*[-+.0-9eE]+\s")
 _OPENING = re.compile(rb'.*[\s,]("[^"]+)', re.DOTALL)
 
 
@@ -37,8 +40,9 @@ class Tables:
         usual: mask of the tokens that may be offered under a guard.
         closing: mask of the tokens with a closing bracket.
         runs: tokens that end a scalar, by what they add to it.
-        spaced: tokens with text after leading whitespace that may complete an item.
-        empties: tokens that open and close an array or object.
+        spaced: tokens with text after leading whitespace that may complete a scalar item.
+        further: tokens that begin a literal after a comma.
+        empties: tokens that open and close an array or object, after blanks or none.
         opening: tokens that begin a string after a comma or whitespace, by the part from its quote on.
         ids: tokens by their bytes.
     """
@@ -51,6 +55,7 @@ class Tables:
         self.closing = np.zeros(mask_words(vocabulary.size), np.int32)
         self.runs: dict[bytes, list[int]] = {}
         self.spaced: list[int] = []
+        self.further: list[int] = []
         self.empties: list[int] = []
         self.opening: dict[bytes, list[int]] = {}
         self.ids: dict[bytes, list[int]] = {}
@@ -64,14 +69,16 @@ class Tables:
                 self.opening.setdefault(begun.group(1), []).append(i)
             if b"}" in token or b"]" in token:
                 closing.append(i)
-                if token[:1] in b"[{":
+                if token.lstrip(SPACE)[:1] in (b"[", b"{"):
                     self.empties.append(i)
             if (run := _RUN.match(token)) and (run.group(1) or token[:1] not in SPACE):
                 self.runs.setdefault(run.group(1), []).append(i)
             elif run:
                 self.runs.setdefault(b"", []).append(i)
-            if token[0] in SPACE and re.search(rb'\s"[^"]*"|\s[0-9.+-]+[,\]}\s]|\s[tfn]', token):
+            if token[0] in SPACE and _SPACED.search(token):
                 self.spaced.append(i)
+            if _FURTHER.search(token):
+                self.further.append(i)
         words = self.closing.view(np.uint32)
         for i in closing:
             words[i // 32] |= np.uint32(1 << (i % 32))
@@ -90,7 +97,8 @@ class Tables:
 def _unusual(token: bytes) -> bool:
     """Whether a token could complete two items, or spells a character in a second way."""
     rest = token.partition(b",")[2]
-    return rest.count(b'"') > 1 or any(b in rest for b in b",]}") or b"\\u" in token or b"\\/" in token
+    two = rest.count(b'"') > 1 or any(b in rest for b in b",]}") or _TWO_SCALARS.search(token) is not None
+    return two or b"\\u" in token or b"\\/" in token
 
 
 _made: weakref.WeakKeyDictionary[Vocabulary, Tables] = weakref.WeakKeyDictionary()
