@@ -11,12 +11,35 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 
 _PIECES = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[][{},:]|[^][{},:"\s]+', re.DOTALL)
 _NUMBER = re.compile(rb"(-?)(0|[1-9][0-9]*)(?:\.([0-9]+))?(?:[eE]([+-]?[0-9]+))?")
+_NUMERIC = frozenset(b"-0123456789")
+_PLACES = 2  # digits of the exponents that are written out
 _LITERALS = (b"true", b"false", b"null")
 
 
-def compact(text: bytes) -> bytes:
-    """JSON text, or the beginning of one, without the whitespace between its pieces."""
-    return b"".join(_PIECES.findall(text))
+def compact(text: bytes, whole: bool = False) -> bytes:
+    """JSON text, or the beginning of one, without the whitespace between its pieces and with plain numbers.
+
+    Args:
+        text: a value or its beginning.
+        whole: whether a number at the end is complete; if not, it is left as it is.
+    """
+    pieces = _PIECES.findall(text)
+    plain = pieces if whole or text[-1:].isspace() else pieces[:-1]
+    return b"".join([_plain(p) if p[0] in _NUMERIC else p for p in plain] + pieces[len(plain) :])
+
+
+def _plain(number: bytes) -> bytes:
+    """A number without exponent and idle zeros where it is not too long so."""
+    digits, _, power = (scalar(number) or b"").partition(b"e")
+    if not power:
+        return digits or number
+    sign, digits, shift = digits[: digits[:1] == b"-"], digits.lstrip(b"-"), power.decode()
+    if len(shift) > _PLACES or abs(int(shift)) > 10**_PLACES:
+        return number
+    if int(shift) >= 0:
+        return sign + digits + b"0" * int(shift)
+    digits = digits.rjust(1 - int(shift), b"0")
+    return sign + digits[: int(shift)] + b"." + digits[int(shift) :]
 
 
 def spelled(name: str) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from deepinfer_structured.guard import Guard
     from deepinfer_structured.vocab import Vocabulary
     from deepinfer_structured.whitespace import Whitespace
+
+_FARTHEST = 100  # tokens looked ahead
 
 
 class Matcher:
@@ -32,7 +34,7 @@ class Matcher:
         ended: whether the end-of-sequence token was accepted.
     """
 
-    __slots__ = ("_count", "_shape", "ended", "guard", "native", "vocabulary", "whitespace")
+    __slots__ = ("_count", "_nowhere", "_shape", "_ways", "ended", "guard", "native", "vocabulary", "whitespace")
 
     def __init__(
         self,
@@ -45,6 +47,8 @@ class Matcher:
         self.guard = guard
         self.whitespace = whitespace
         self.vocabulary = vocabulary
+        self._nowhere: set[int] | None = None  # tokens taken out of the mask of this place since nothing follows them
+        self._ways: dict[Hashable, bool] = {}  # places of the guard, and whether something can follow there
         self._count = 0  # tokens accepted by the library, without the end-of-sequence token
         self.ended = False
         self._shape = (mask_words(vocabulary.size),)
@@ -62,10 +66,11 @@ class Matcher:
                 if not self.native.accepting():
                     return i
                 self.ended = True
-            elif not 0 <= token < len(self.vocabulary.tokens) or not self._accept(token):
+            elif not 0 <= token < len(self.vocabulary.tokens) or not self._goes_on(token):
                 return i
             else:
                 self._count += 1
+                self._nowhere = None
         return len(token_ids)
 
     def _accept(self, token: int) -> bool:
@@ -101,6 +106,8 @@ class Matcher:
         if count:
             self._take_back(count)
             self._count -= count
+            self._nowhere = None
+            self._ways.clear()
 
     def fill_mask(self, row: Mask) -> None:
         """Write the mask of the next token into a contiguous int32 row of `ceil(vocabulary.size / 32)` words, in place.
@@ -139,31 +146,54 @@ class Matcher:
         if self.guard is None:
             return
         self.guard.restrict(row)
-        dead: set[bytes] = set()
-        clear(row, [token for token in self.guard.along(row) if not self._survives(token, dead)])
-        if not row.any():
+        self._nowhere = {token for token in self.guard.along(row) if not self._survives(token)}
+        clear(row, self._nowhere)
+        if self.guard.idle(row):
             raise MatcherError(
                 "no distinct array item or key is left that the schema allows (uniqueItems, minProperties)"
             )
 
-    def _survives(self, token: int, dead: set[bytes]) -> bool:
-        """Whether something can follow a token after which the key at hand is the beginning of an earlier one.
+    def _goes_on(self, token: int) -> bool:
+        """Whether a token can be accepted and something can follow it, so that a mask offers it."""
+        if self.guard is None:
+            return self._accept(token)
+        if self._nowhere is not None:
+            return token not in self._nowhere and self._accept(token)
+        if not self._accept(token):
+            return False
+        self._take_back(1)  # the guard reads no text that the grammar does not take
+        row = allocate_mask(1, self.vocabulary.size)[0]
+        set_only(row, (token,))
+        return all(self._survives(t) for t in self.guard.along(row)) and self._accept(token)
 
-        Beginnings that nothing can follow are added to `dead`.
+    def _takes(self, tokens: list[int]) -> bool:
+        """Whether the library takes some tokens."""
+        taken = self.native.accept(tokens)
+        self.native.rollback(taken)
+        return taken == len(tokens)
+
+    def _survives(self, token: int, depth: int = 0) -> bool:
+        """Whether something that is no repetition can follow a token; assumed beyond `_FARTHEST` tokens.
+
+        Whitespace is not something, and never the only way to go on.
         """
         assert self.guard is not None
         if not self._accept(token):
             return False
-        written, found = self.guard.written, False
-        if written not in dead:
+        place = self.guard.place
+        found = True if depth >= _FARTHEST else self._ways.get(place)
+        if found is None and any(self._takes(tokens) and self.guard.apart(tokens) for tokens in self.guard.ways()):
+            found = self._ways[place] = True
+        if found is None:
             row = allocate_mask(1, self.vocabulary.size)[0]
             self.native.fill(row)
+            if self.whitespace is not None and (kept := self.whitespace.kept()) is not None:
+                row &= kept
             self.guard.restrict(row)
             further = self.guard.along(row)
             clear(row, further)
-            found = bool(row.any()) or any(self._survives(t, dead) for t in further)
-            if not found:
-                dead.add(written)
+            found = not self.guard.idle(row) or any(self._survives(t, depth + 1) for t in further)
+            self._ways[place] = found
         self._take_back(1)
         return found
 
