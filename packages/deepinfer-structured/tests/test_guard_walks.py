@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import jsonschema
+import pytest
 from deepinfer_structured import Options, Spec, StructuredError, Vocabulary, allocate_mask, allowed_tokens, compile_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,3 +122,24 @@ def test_a_mask_offers_what_accept_takes(schema, numbers):
 def test_walks_have_no_dead_end(schema, numbers):
     """`mask` raises at one."""
     _walk(schema, numbers, False)
+
+
+_A_NUMBER = {"type": "object", "properties": {"a": {"type": "number", "minimum": 0}}, "required": ["a"]}
+_DEAD = [
+    ({"type": "integer"}, "[0,0"),
+    ({"type": "integer"}, "[0, -0"),
+    ({"type": "integer", "minimum": 0, "maximum": 100}, "[100,100"),
+    ({"type": "string", "pattern": "^[A-Z]{2}$"}, '["DE","DE'),
+    ({"type": "string", "pattern": "^(red|green)$"}, '["red","r'),
+    ({"type": "string", "pattern": "^(red|green)$"}, '["red","green",'),
+    ({"type": "string", "pattern": "^[a-zäöüß]+$"}, '["a","\\'),
+    (_A_NUMBER | {"additionalProperties": False}, '[{"a":0},{"a":-0 '),
+]
+
+
+@pytest.mark.parametrize(("items", "text"), _DEAD)
+def test_what_leads_to_a_repetition_alone_is_neither_offered_nor_accepted(byte_vocabulary, items, text):
+    matcher, data = compile_spec(Spec.json_schema(_array(items, 0)), byte_vocabulary).matcher(), text.encode()
+    assert matcher.accept(list(data[:-1])) == len(data) - 1
+    assert matcher.allows([data[-1]]) == 0
+    assert data[-1] not in allowed_tokens(matcher.mask(), byte_vocabulary.size).tolist()

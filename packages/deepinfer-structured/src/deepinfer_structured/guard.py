@@ -85,8 +85,10 @@ class Guard:
         for frame in guarded:
             if frame.is_array:
                 found += self._along_items(state, frame)
-        crossing = offered(row, self._tables.crossing[state.mode in ("string", "key")])
-        found += [t for t in crossing if not self.apart([t])]
+        crossing = self._tables.crossing[state.mode in ("string", "key")]
+        if state.mode == "scalar":
+            crossing = [*crossing, *self._tables.ending]
+        found += [t for t in offered(row, crossing) if not self.apart([t])]
         return sorted(offered(row, dict.fromkeys(found)), key=lambda t: -len(self.vocabulary.tokens[t]))
 
     def _along_keys(self, state: State) -> list[int]:

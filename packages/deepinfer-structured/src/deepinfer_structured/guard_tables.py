@@ -57,6 +57,7 @@ class Tables:
         empties: tokens that open and close an array or object, after blanks or none.
         numeric: tokens that are part of a number, after blanks or none, without the blanks.
         escaping: tokens that end in a backslash.
+        ending: tokens that end a number with a blank, with nothing after it that begins another value.
         blank: mask of the tokens of blanks.
         opening: tokens that begin a string after a comma or whitespace, by the part from its quote on.
         ids: tokens by their bytes.
@@ -77,6 +78,7 @@ class Tables:
         self.opening: dict[bytes, list[int]] = {}
         self.numeric: list[tuple[bytes, int]] = []
         self.escaping: list[int] = []
+        self.ending: list[int] = []
         self.blank = np.zeros(mask_words(vocabulary.size), np.int32)
         self.ids: dict[bytes, list[int]] = {}
         self.inside: dict[bytes, list[int]] = {}
@@ -129,6 +131,8 @@ class Tables:
                 self.crossing[1].append(i)
         if _NUMERIC.fullmatch(text := token.lstrip(SPACE)):
             self.numeric.append((text, i))
+        if token[0] in SPACE and text[:1] in (b"", b",", b"]", b"}"):
+            self.ending.append(i)
         if (len(token) - len(token.rstrip(b"\\"))) % 2:
             self.escaping.append(i)
 
