@@ -167,3 +167,35 @@ def test_planted_bugs_are_found(owner: Any, name: str, bug: Any, monkeypatch: py
 
     with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
         jobs()
+
+
+def test_what_is_drawn_for_answers_that_have_ended_is_no_gain() -> None:
+    """A step that was launched before an answer's stop was known draws for it once more."""
+    engine = make_drafting_engine(pages=400, budget=64, running=8)
+    speculation: Any = engine._parts.speculation
+    speculation.force(WIDTH)
+    landed, counted, drawn = speculation.landed, [], []
+    collect = engine._parts.runner.collect
+
+    def count(result: Any, answers: Any) -> None:
+        counted.append(int(result.num_tokens.sum()))
+        landed(result, answers)
+
+    def watch(flight: Any) -> Any:
+        result = collect(flight)
+        drawn.append(int(result.num_tokens.sum()))
+        return result
+
+    speculation.landed, engine._parts.runner.collect = count, watch
+    run(
+        engine,
+        [
+            ask(f"r{i}", "abcdefgh"[i % 8 :], max_tokens=40, temperature=1.0, seed=i, stop=list("abcdxy"))
+            for i in range(32)
+        ],
+    )
+    stats = engine.stats()
+    assert sum(counted) == stats.generated_tokens
+    assert sum(drawn) > 1.1 * stats.generated_tokens
+    assert stats.accepted_tokens < stats.generated_tokens
+    assert not speculation._pace

@@ -199,17 +199,17 @@ class NativeEngine:
 
     def _apply(self, result: StepResult) -> None:
         plan = result.plan
-        count_step(self._stats, result)
         self._take_prompts(result)
         facts = FactsReader(result.logprobs, result.draw_rows)
         numbers, stops = result.num_tokens.copy(), np.zeros(plan.num_rows, np.bool_)
+        used = np.zeros_like(numbers)
         ended: list[tuple[Answer, End | Exception]] = []
         for row, (seq_id, number) in enumerate(zip(plan.seq_ids.tolist(), numbers.tolist(), strict=True)):
             answer = self._answers.get(seq_id) if number else None
             if answer is None:
                 continue  # nothing drawn, or it ended while this step was in flight
             taken, end = self._take(answer, seq_id, result.token_ids[row, :number].tolist(), partial(facts.get, row))
-            numbers[row] = taken
+            numbers[row] = used[row] = taken
             self._stats.generated_tokens += taken
             if end is not None:
                 stops[row] = True
@@ -217,8 +217,10 @@ class NativeEngine:
         self._parts.scheduler.apply(plan, result.token_ids, numbers, stops)
         for answer, end in ended:
             self._end(answer, end)
+        said = replace(result, num_tokens=used)  # what rows of ended answers drew is no gain
+        count_step(self._stats, said)
         if self._parts.speculation is not None:
-            self._parts.speculation.landed(result, self._answers)
+            self._parts.speculation.landed(said, self._answers)
 
     def _take(
         self, answer: Answer, seq_id: int, tokens: Sequence[int], facts: Callable[[int], Any]

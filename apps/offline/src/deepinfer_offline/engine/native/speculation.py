@@ -192,7 +192,7 @@ class Speculation:
             for costs in self._plain_costs:
                 costs.observe_ahead(decodes, max(passed, result.seconds))
         if on:
-            saved = self._count(result, rows)
+            saved = self._count(result, rows, answers)
             if steady and ahead and drafts_itself:
                 assert self._ahead is not None
                 switch = None if self._forced else self._switches.current
@@ -378,8 +378,8 @@ class Speculation:
         room = [row.limit - len(row.seq.tokens) - 1 for row in rows]
         return np.clip(np.array(room, np.int32), 0, self._following.drafter.max_draft)
 
-    def _count(self, result: StepResult, rows: np.ndarray) -> float:
-        """Take a synchronous step into the statistics; returns its accepted drafts, each by its worth."""
+    def _count(self, result: StepResult, rows: np.ndarray, answers: Mapping[int, Answer]) -> float:
+        """Take a step into the statistics; returns its accepted drafts, each by its worth."""
         plan = result.plan
         taken = rows & (result.num_tokens > 0)
         ids, accepted = plan.seq_ids[taken].tolist(), result.num_tokens[taken] - 1
@@ -389,6 +389,8 @@ class Speculation:
         if len(self._uncounted) >= _UNCOUNTED:
             _ = self.statistics
         for seq_id, number in zip(ids, accepted.tolist(), strict=True):
+            if seq_id not in answers:
+                continue
             pace = self._pace.get(seq_id, 1.0)
             self._pace[seq_id] = pace + _PACE_RATE * (1.0 + number - pace)
         return sum(number * worth for number, (_, worth) in zip(accepted.tolist(), made, strict=True))
