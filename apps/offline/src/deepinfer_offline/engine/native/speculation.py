@@ -87,10 +87,8 @@ class Speculation:
         self._credit = WorkCredit(_SHARE, _START, _SAVED)
         self._urgent = 0  # forecasts that may still be made on credit
         self._drafted: dict[int, tuple[int, float]] = {}  # sequence -> drafts made for the next step, worth of a token
-        self._floor_of: tuple[np.ndarray | None, float] = (
-            None,
-            0.0,
-        )  # the last prices and the floor that follows from them
+        # The last prices and the floor that follows from them.
+        self._floor_of: tuple[np.ndarray | None, float] = (None, 0.0)
         self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
         self._statistics = SpeculationStatistics()
         self._uncounted: list[tuple[Sequence[int] | np.ndarray, ...]] = []  # drafts made, verified and accepted
@@ -139,7 +137,7 @@ class Speculation:
         if self._ahead is None or not self._ahead.possible:
             return None
         rows, costs = self._scheduler.num_running, self._ahead.costs
-        plain = not self._forced and rows > 0 and costs.needs_plain(rows, self._switches.current.gain)
+        plain = not self._forced and self._measurable and costs.needs_plain(rows, self._switches.current.gain)
         return self._ahead.offer(self._best, plain=plain, fixed=self._fixed)
 
     def propose(self, answers: Mapping[int, Answer]) -> None:
@@ -330,7 +328,7 @@ class Speculation:
         if not choice.budget:
             return none
         gain = choice.gain * self._costs.ahead(draft.rows) / float(seconds[0])
-        self._comparing = not self._forced and self._costs.needs_plain(draft.rows, gain)
+        self._comparing = not self._forced and self._measurable and self._costs.needs_plain(draft.rows, gain)
         if self._comparing:
             return none
         self._expected = float(seconds[choice.budget])
@@ -361,6 +359,13 @@ class Speculation:
             return np.ones(len(rows))
         left = [(row.limit - len(row.seq.tokens)) / self._pace.get(row.seq.seq_id, 1.0) for row in rows]
         return token_worth(np.array(left), self._costs.fixed_share(len(rows)))
+
+    @property
+    def _measurable(self) -> bool:
+        """Whether the next step may say what plain ones take: with prompts in it, it would not."""
+        state = self._scheduler.state
+        running = state.seq_ids >= 0
+        return bool(running.any() and (state.computed >= state.target)[running].all())
 
     # --- rows ------------------------------------------------------------------------------------------------
 
