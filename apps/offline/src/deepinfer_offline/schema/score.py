@@ -60,13 +60,44 @@ class Score:
         return values
 
 
+class CaseError(ValueError):
+    """A file of cases cannot be read; the message names the file, the line and what a line must be."""
+
+
 def read_cases(path: Path) -> Iterator[dict[str, Any]]:
-    """The cases of a JSON-lines file, plain or gzipped: `{name, schema, tests: [{valid, data}]}` a line."""
+    """The cases of a JSON-lines file, plain or gzipped: `{name, schema, tests: [{valid, data}]}` a line.
+
+    Raises:
+        CaseError: a line is something else.
+    """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8", newline="\n") as lines:
-        for line in lines:
-            if line.strip():
-                yield json.loads(line)
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                case = json.loads(line)
+                fault = _fault(case)
+            except ValueError as error:
+                fault = f"not JSON ({error})"
+            if fault:
+                raise CaseError(f"{path}: line {number}: {fault}; a line is {{name, schema, tests: [{{valid, data}}]}}")
+            yield case
+
+
+def _fault(case: Any) -> str:
+    """What a case lacks, or nothing."""
+    if not isinstance(case, dict):
+        return "not an object"
+    missing = [name for name in ("name", "schema", "tests") if name not in case]
+    if missing:
+        return f"no {missing[0]!r}"
+    tests = case["tests"]
+    if not isinstance(tests, list) or not all(
+        isinstance(test, dict) and isinstance(test.get("valid"), bool) and "data" in test for test in tests
+    ):
+        return "'tests' is no list of {valid: true or false, data}"
+    return ""
 
 
 def score_case(case: dict[str, Any], options: Options) -> Verdict:

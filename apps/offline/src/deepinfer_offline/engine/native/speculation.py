@@ -394,8 +394,7 @@ class Speculation:
         if len(self._uncounted) >= _UNCOUNTED:
             _ = self.statistics
         for seq_id, number in zip(ids, accepted.tolist(), strict=True):
-            if seq_id not in answers:
-                continue
-            pace = self._pace.get(seq_id, 1.0)
-            self._pace[seq_id] = pace + _PACE_RATE * (1.0 + number - pace)
+            if seq_id in answers:
+                pace = self._pace.get(seq_id, 1.0)
+                self._pace[seq_id] = pace + _PACE_RATE * (1.0 + number - pace)
         return sum(number * worth for number, (_, worth) in zip(accepted.tolist(), made, strict=True))
