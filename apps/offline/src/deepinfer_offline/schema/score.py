@@ -73,31 +73,31 @@ def read_cases(path: Path) -> Iterator[dict[str, Any]]:
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                case = json.loads(line)
-                fault = _fault(case)
-            except ValueError as error:
-                fault = f"not JSON ({error})"
-            if fault:
-                raise CaseError(f"{path}: line {number}: {fault}; a line is {{name, schema, tests: [{{valid, data}}]}}")
-            yield case
+            if line.strip():
+                try:
+                    yield _case(line)
+                except ValueError as error:
+                    form = "{name, schema, tests: [{valid, data}]}"
+                    raise CaseError(f"{path}: line {number}: {error}; a line is {form}") from None
 
 
-def _fault(case: Any) -> str:
-    """What a case lacks, or nothing."""
+def _case(line: str) -> dict[str, Any]:
+    """The case of a line. Raises ValueError, which says what is wrong with it."""
+    try:
+        case = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
     if not isinstance(case, dict):
-        return "not an object"
+        raise ValueError("not an object")
     missing = [name for name in ("name", "schema", "tests") if name not in case]
     if missing:
-        return f"no {missing[0]!r}"
+        raise ValueError(f"no {missing[0]!r}")
     tests = case["tests"]
     if not isinstance(tests, list) or not all(
         isinstance(test, dict) and isinstance(test.get("valid"), bool) and "data" in test for test in tests
     ):
-        return "'tests' is no list of {valid: true or false, data}"
-    return ""
+        raise ValueError("'tests' is no list of {valid: true or false, data}")
+    return case
 
 
 def score_case(case: dict[str, Any], options: Options) -> Verdict:
