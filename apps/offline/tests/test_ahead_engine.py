@@ -15,6 +15,7 @@ import torch
 from deepinfer_offline.engine.native import ahead_step
 from deepinfer_offline.engine.native.engine import NativeEngine
 from deepinfer_sched.slots import SlotState
+from deepinfer_specdec.scheduling.switch import SpeculationSwitch
 from toy_drafts import WIDTH, BoundsToy, DraftingToy, check_all, count_steps, make_drafting_engine, random_job, sizes
 from toy_engine import ask, check, run
 
@@ -67,8 +68,13 @@ def test_speculation_goes_on_and_off_and_meets_grammars_and_preemptions() -> Non
     assert min(seen["ahead"], seen["host"], seen["plain"], seen["follows"], seen["preempted"]) > 50
 
 
-def test_left_to_itself_it_tries_and_decides_by_the_clock() -> None:
-    """Whatever the clock says: the first try comes after some plain steps, and answers do not depend on what follows."""
+@pytest.mark.parametrize("measured", ["nothing", "much", "what the clock says"])
+def test_left_to_itself_it_tries_and_then_decides(measured: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clock says of drafts: plain steps, then a try, and answers do not depend on what follows."""
+    measure = SpeculationSwitch.measure
+    worth = {"nothing": 0.01, "much": 100.0}.get(measured)
+    if worth is not None:
+        monkeypatch.setattr(SpeculationSwitch, "measure", lambda self, _without, _along: measure(self, worth, 1.0))
     seen: Counter[str] = Counter()
     for job in range(8):
         rng = random.Random(job)
@@ -77,11 +83,10 @@ def test_left_to_itself_it_tries_and_decides_by_the_clock() -> None:
         check_all(
             engine, [ask(f"r{place}", "word"[place % 4 :], max_tokens=60) for place in range(rng.randrange(1, 9))]
         )
+        assert steps["plain"]
+        assert steps["ahead"]
         seen += steps
-        assert not engine._parts.speculation._trial
-    assert seen["plain"] > 8 * 6
-    assert seen["ahead"] >= 8 * 3, "measurements may switch it off after three steps at the earliest"
-    assert seen["follows"] > 8
+    assert seen["follows"] >= 8
 
 
 def test_aborted_requests_leave_the_others_alone() -> None:
