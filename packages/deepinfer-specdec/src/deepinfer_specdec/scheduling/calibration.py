@@ -202,6 +202,12 @@ def _likeliest(
     """Slope and offset in before * sigmoid(slope * logit + offset), by Fisher scoring with a faint prior at (1, 0)."""
     design = np.stack([np.asarray(logits, np.float64), np.ones(len(logits))], axis=1)
     prior = np.array([1.0, 0.0])
+
+    def surprise(values: NDArray[np.floating]) -> float:
+        chance = np.clip(before * sigmoid(design @ values), 1e-9, 1.0 - 1e-9)
+        told = np.log(np.where(survived, chance, 1.0 - chance)).sum()
+        return float(0.5 * _PRIOR * ((values - prior) ** 2).sum() - told)
+
     values = prior
     for _ in range(_ITERATIONS):
         own = sigmoid(design @ values)
@@ -216,6 +222,8 @@ def _likeliest(
         values[0] = np.clip(values[0], *_SLOPES)
         if np.abs(step).max() < 1e-7:
             break
+    if surprise(values) > surprise(prior):  # scoring may step too far where few blocks lie in the tails
+        values = prior
     return float(values[0]), float(values[1])
 
 
