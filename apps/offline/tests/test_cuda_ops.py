@@ -7,6 +7,7 @@ another order, so results agree to some 1e-6 of their size; a wrong index or sca
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -215,6 +216,24 @@ def test_paged_attention_is_the_portable_one(heads: int, kv_heads: int, dim: int
     expected = portable(qkv.clone(), expected_cache, portable.prepare(batch, rope), *norms)
     found = kernel(qkv.clone(), cache, kernel.prepare(batch, rope), *norms)
     assert (found - expected).abs().max() < NEAR
+    assert (cache - expected_cache.permute(2, 0, 3, 1, 4)).abs().max() < NEAR, "keys or values lie elsewhere"
+
+
+def test_paged_attention_takes_lengths_from_the_device() -> None:
+    """The host expects the drafts in another row and every sequence longer; the third row is a prompt's and exact."""
+    shape, rope = AttentionShape(4, 2, 16, 4, torch.float32, "cpu"), rope_table(RopeConfig(16), 64, "cpu")
+    batch = attention_batch([1, 3, 6], [9, 12, 3], [0, 0, 5], 4)
+    starts, ends = np.array([0, 3, 4, 10], np.int32), batch.host.seq_lens + np.array([3, 1, 0], np.int32)
+    loose = replace(batch, host=replace(batch.host, query_starts=starts, seq_lens=ends, num_decodes=0, block_tables={}))
+    torch.manual_seed(0)
+    history, qkv = torch.randn(2, 2, 40, 4, 16), torch.randn(10, shape.qkv_width)
+    portable, kernel = TorchAttention(shape), CudaAttention(shape)
+    expected_cache, cache = portable.allocate(40), kernel.allocate(40)
+    expected_cache.copy_(history)
+    cache.copy_(history.permute(2, 0, 3, 1, 4))
+    expected = portable(qkv.clone(), expected_cache, portable.prepare(batch, rope))
+    assert kernel.takes_bounds
+    assert (kernel(qkv.clone(), cache, kernel.prepare(loose, rope)) - expected).abs().max() < NEAR
     assert (cache - expected_cache.permute(2, 0, 3, 1, 4)).abs().max() < NEAR, "keys or values lie elsewhere"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ transformers = pytest.importorskip("transformers")
 
 from deepinfer_offline import LLM, SamplingParams  # noqa: E402
 from deepinfer_offline.engine.base import EngineStartError, Request  # noqa: E402
+from deepinfer_offline.engine.native.ahead_step import AheadSteps  # noqa: E402
 from deepinfer_offline.engine.options import EngineOptions, OptionsError  # noqa: E402
+from deepinfer_offline.ops.attention.portable import TorchAttention  # noqa: E402
+from deepinfer_offline.ops.registry import Provider, anywhere, registry  # noqa: E402
+from deepinfer_offline.ops.rope import apply_rope  # noqa: E402
 from deepinfer_specdec.dspark import DSparkDrafter, load_draft  # noqa: E402
 from deepinfer_specdec.train.__main__ import main as train  # noqa: E402
 from deepinfer_specdec.train.target import TransformersTarget  # noqa: E402
@@ -123,6 +128,70 @@ def test_tokens_equal_plain_decoding(
     assert stats.accepted_tokens > 0.05 * stats.drafted_tokens > 0
 
 
+class BoundsAttention(TorchAttention):
+    """Attention from the device's tensors alone, as an accelerator's kernels compute it; a row of keys for every token."""
+
+    takes_bounds = True
+
+    def prepare(self, batch: Any, rope: torch.Tensor) -> Any:
+        size, table = self.shape.block_size, batch.block_tables["kv"].long()
+        rows = torch.searchsorted(batch.query_starts[1:].long(), torch.arange(len(batch.positions)), right=True)
+        places = table[rows, batch.positions // size] * size + batch.positions % size
+        kept = batch.positions >= batch.write_floors[rows]
+        seen = torch.arange(table.shape[1] * size) <= batch.positions[:, None]
+        return rope[batch.positions], torch.where(kept, places, batch.positions % size), table[rows], seen
+
+    def __call__(self, qkv: torch.Tensor, cache: torch.Tensor, prepared: Any, *norms: Any) -> torch.Tensor:
+        (rope, places, blocks, seen), s = prepared, self.shape
+        q, k, v = qkv.view(len(qkv), -1, s.head_dim).split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        for pool, new in zip(cache, (k, v), strict=True):
+            pool.flatten(1, 2).index_copy_(1, places, new.transpose(0, 1))
+        keys, values = cache[:, :, blocks].flatten(3, 4).repeat_interleave(s.group_size, dim=1)  # [2, heads, T, S, d]
+        scores = torch.einsum("thd,htsd->hts", q, keys) * s.scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        return torch.einsum("hts,htsd->thd", weights, values).flatten(1)
+
+
+@pytest.mark.parametrize("params", [PARAMS["sampled"], PARAMS["penalties"]], ids=["sampled", "penalties"])
+def test_target_and_draft_need_no_number_of_the_hosts(
+    made: tuple[Path, Path], plain: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an attention that takes lengths from the device, the host's batch holds bounds, and no tensor is read in a step."""
+    expected, inside, steps = answers(plain, params), threading.local(), []
+    monkeypatch.setattr(registry, "select", lambda *a, select=registry.select, **k: bounded(select, *a, **k))
+    run_step = AheadSteps._run
+
+    def watched(self: Any, *args: Any) -> Any:
+        inside.step = True
+        steps.append(1)
+        try:
+            return run_step(self, *args)
+        finally:
+            inside.step = False
+
+    monkeypatch.setattr(AheadSteps, "_run", watched)
+    for name in ("numpy", "tolist", "cpu", "item", "__bool__", "__int__", "__index__"):
+        read = getattr(torch.Tensor, name)
+
+        def guarded(self: torch.Tensor, *args: Any, name: str = name, read: Any = read) -> Any:
+            assert not getattr(inside, "step", False), f"the step's thread reads a tensor with {name}"
+            return read(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, guarded)
+    with open_llm(made, max_num_seqs=8, block_size=4, max_num_batched_tokens=40) as llm:
+        assert isinstance(llm.engine._parts.runner.model.ops.attention, BoundsAttention)  # pyrefly: ignore
+        assert answers(llm, params) == expected
+    assert len(steps) > 20
+
+
+def bounded(select: Any, op: str, *args: Any, **named: Any) -> Any:
+    """The registry's choice, except for attention."""
+    if op != "paged_attention":
+        return select(op, *args, **named)
+    return Provider("paged_attention", "bounds", "portable", anywhere, lambda: BoundsAttention)
+
+
 def test_drafts_save_steps_and_the_report_counts_them(made: tuple[Path, Path], plain: LLM) -> None:
     with open_llm(made, "auto") as llm:
         before = plain.stats().steps
@@ -149,21 +218,21 @@ def test_logprobs_describe_the_verified_tokens(made: tuple[Path, Path], plain: L
 def record(llm: LLM) -> list[tuple[list[int], list[int], np.ndarray]]:
     """From now on: (tokens up to the anchor, drafted tokens, raw confidences) of every block."""
     drafter, blocks = drafter_of(llm), []
-    draft, scheduler = drafter._draft, drafter._scheduler
+    guess, scheduler = drafter.guess, drafter._scheduler
 
-    def noted(sequences: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        tokens, logits = draft(sequences)
+    def noted(sequences: list[int], tokens: np.ndarray, logits: np.ndarray) -> None:
         known = [list(scheduler.sequence(sequence).tokens) for sequence in sequences]
         blocks.extend(zip(known, tokens.tolist(), logits, strict=True))
-        return tokens, logits
+        guess(sequences, tokens, logits)
 
-    drafter._draft = noted
+    drafter.guess = noted
     return blocks
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize(("window", "gathered"), [(0, 1 << 26), (6, 1 << 26), (0, 500)])
 def test_blocks_are_those_of_a_drafter_with_a_context_of_its_own(
-    made: tuple[Path, Path], tmp_path: Path, window: int, gathered: int, monkeypatch: pytest.MonkeyPatch
+    made: tuple[Path, Path], tmp_path: Path, window: int, gathered: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After prefix hits, chunks and rejected drafts, against the library's drafter fed with transformers' hidden states.
 
@@ -176,7 +245,8 @@ def test_blocks_are_those_of_a_drafter_with_a_context_of_its_own(
     config = json.loads((made[1] / "config.json").read_text())
     config |= {"sliding_window": window, "use_sliding_window": bool(window)}
     (folder / "config.json").write_text(json.dumps(config))
-    with open_llm((made[0], folder), block_size=4, max_num_seqs=4, max_num_batched_tokens=20) as llm:
+    options = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 20, "async_scheduling": ahead}
+    with open_llm((made[0], folder), **options) as llm:
         blocks = record(llm)
         answers(llm, GREEDY, prompts(12))
         assert llm.stats().cached_tokens > 40

@@ -56,7 +56,10 @@ class Prophet:
     def __init__(self, llm: LLM, said: dict[tuple[int, ...], list[list[int]]]) -> None:
         self._scheduler: Any = llm.engine._parts.scheduler  # pyrefly: ignore
         self._said = said
+        self._columns = 0
         drafter_of(llm)._choose = self.choose
+        if (steps := llm.engine._parts.runner.ahead) is not None:  # pyrefly: ignore
+            steps._choose = self.choose_ahead
 
     def choose(self, logits: torch.Tensor, rows: Any) -> torch.Tensor:
         found = []
@@ -68,6 +71,30 @@ class Prophet:
             token = rest[0][place] if place < len(rest[0]) else 0
             found.append(token if (position + slot) % 4 else (token + 1) % 70)
         return torch.tensor(found)
+
+    def choose_ahead(
+        self, params: Any, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The same where only the device knows what was said: its token buffer tells, before the first column is drafted."""
+        slots = params._slots[rows].tolist()
+        if self._columns % 5 == 0:
+            texts = [params._tokens[slot, :end].tolist() for slot, end in zip(slots, positions.tolist(), strict=True)]
+            self._texts = [self._whole(text) for text in texts]
+        self._columns += 1
+        found = []
+        for slot, position, text in zip(slots, positions.tolist(), self._texts, strict=True):
+            token = text[position] if position < len(text) else 0
+            found.append(token if (position + slot) % 4 else (token + 1) % 70)
+        return torch.tensor(found)
+
+    def _whole(self, text: list[int]) -> list[int]:
+        """Prompt and answer that begin like this; a row that runs on after its end is left to itself."""
+        for prompt, answers in self._said.items():
+            for said in answers:
+                whole = [*prompt, *said]
+                if whole[: len(text)] == text[: len(whole)]:
+                    return whole
+        raise AssertionError("a sequence left the answer of plain decoding")
 
 
 def told(llm: LLM, params: SamplingParams) -> dict[tuple[int, ...], list[list[int]]]:
@@ -171,25 +198,26 @@ def whole_model(block_size: int) -> DeepSigV41Model:
     return model
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_blocks_are_those_of_a_context_computed_at_once(plain: LLM, block_size: int) -> None:
+def test_blocks_are_those_of_a_context_computed_at_once(plain: LLM, block_size: int, ahead: bool) -> None:
     """After hits, replay, chunks, accepted and rejected drafts: every confidence is that of one forward over the known tokens.
 
     The same checkpoint alone gives the oracle's numbers (test_v41_oracle.py), so these are the oracle's too. 1e-4 is float32 in
     another order; a stale or missing context row moves them by 1e-2 and more.
     """
     blocks: list[tuple[list[int], np.ndarray, np.ndarray]] = []
-    with open_llm("dspark", block_size=block_size, max_num_seqs=4, max_num_batched_tokens=24, **EXACT) as llm:
+    options: dict[str, Any] = {"block_size": block_size, "async_scheduling": ahead, **EXACT}
+    with open_llm("dspark", max_num_seqs=4, max_num_batched_tokens=24, **options) as llm:
         Prophet(llm, told(plain, GREEDY))
         drafter = drafter_of(llm)
-        draft, scheduler = drafter._draft, drafter._scheduler
+        guess, scheduler = drafter.guess, drafter._scheduler
 
-        def noted(sequences: list[int]) -> tuple[np.ndarray, np.ndarray]:
-            tokens, logits = draft(sequences)
+        def noted(sequences: list[int], tokens: np.ndarray, logits: np.ndarray) -> None:
             blocks.extend(zip([list(scheduler.sequence(s).tokens) for s in sequences], tokens, logits, strict=True))
-            return tokens, logits
+            guess(sequences, tokens, logits)
 
-        drafter._draft = noted
+        drafter.guess = noted
         answers(llm, GREEDY)
         assert llm.stats().cached_tokens > 0
     model = whole_model(block_size)
@@ -204,6 +232,7 @@ def test_blocks_are_those_of_a_context_computed_at_once(plain: LLM, block_size: 
             torch.from_numpy(session.tables["window"]).long(),
             session.cache,
             lambda _, column, given=given: given[:, column],
+            len(known) - 1,
         )
         worst.append(float(np.abs(block.confidence[0].numpy() - logits).max()))
     assert len(worst) > 15
@@ -225,7 +254,7 @@ def test_a_draft_reads_no_block_that_was_let_go_of() -> None:
     def confidence(position: int, columns: torch.Tensor) -> torch.Tensor:
         anchors = torch.tensor([ids[position]])
         return model.draft_blocks(
-            anchors, torch.tensor([position]), columns, session.cache, lambda x, _: x.argmax(-1)
+            anchors, torch.tensor([position]), columns, session.cache, lambda x, _: x.argmax(-1), position
         ).confidence
 
     gone = table.clone()

@@ -37,6 +37,9 @@ class Guesses:
                 place, length = np.array([len(seq.tokens)]), np.array([len(guess)])
                 self.runner.write_drafts(np.array([slot]), place, np.array([guess]), length)
 
+    def ahead(self) -> None:
+        """These drafts pass through the host."""
+
     def end(self, answer: Any) -> None: ...
 
     def landed(self, result: Any, answers: Any) -> None: ...

@@ -30,7 +30,7 @@ def plan_of(rows: list[dict[str, Any]], step: int = 1, cascades: tuple[Cascade, 
     return StepPlan(
         step, np.arange(len(rows)), column("slot", np.int32), column("start", np.int32), column("count", np.int32, 1),
         column("drafts", np.int32), column("samples", bool, True), column("prefill", bool), column("bound", bool),
-        column("floor", np.int32), column("write_floor", np.int32), cascades,
+        column("floor", np.int32), column("write_floor", np.int32), column("slack", np.int32), cascades,
     )  # fmt: skip
 
 

@@ -91,3 +91,38 @@ def test_check_command(tmp_path, schema, code, text):
     report = json.loads(CliRunner().invoke(app, ["check", str(path), "--json"]).stdout)
     assert report["enforced"] == (code == 0)
     assert code == 0 or "message" in report
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"custom_id": "a", "body": {}}', "line 2: no 'name'"),
+        ("{", "line 2: not JSON"),
+        ("[]", "line 2: not an object"),
+        ('{"name": "a", "schema": {}, "tests": "no"}', "line 2: 'tests' is no list"),
+    ],
+)
+def test_a_file_that_holds_no_cases_is_told_by_its_line(tmp_path, text, said):
+    file = tmp_path / "cases.jsonl"
+    file.write_text('{"name": "a", "schema": {}, "tests": []}\n' + text + "\n")
+    result = CliRunner().invoke(app, ["score", str(file)], env={"COLUMNS": "500"})
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_an_empty_file_is_no_score(tmp_path):
+    file = tmp_path / "cases.jsonl"
+    file.write_text("\n")
+    result = CliRunner().invoke(app, ["score", str(file)])
+    assert result.exit_code == 2
+    assert "no cases" in result.output
+
+
+def test_what_is_left_out_is_not_enforced_in_full(tmp_path):
+    file = tmp_path / "schema.json"
+    file.write_text(r'{"type": "object", "properties": {"a": {"pattern": "^(a)\\1$"}}}')
+    result = CliRunner().invoke(app, ["check", str(file), "--on-unsupported", "warn"])
+    assert result.exit_code == 0
+    assert "in full" not in result.output
+    found = json.loads(CliRunner().invoke(app, ["check", str(file), "--on-unsupported", "warn", "--json"]).output)
+    assert (found["enforced"], found["in_full"]) == (True, False)

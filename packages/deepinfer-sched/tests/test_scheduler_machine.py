@@ -1,7 +1,7 @@
 """Random jobs through a scheduler and a cache, one or two steps ahead, against a model of the memory.
 
 The model's "network" is a function of the whole prefix, read out of paged memory: any mistake about blocks, positions,
-placeholders or late results changes a token or reads something that was never written. Five bugs are planted one at a
+placeholders or late results changes a token or reads something that was never written. Bugs are planted one at a
 time; each must be found.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-from deepinfer_sched import SchedConfig, Scheduler, Sequence, Status
+from deepinfer_sched import DraftsAhead, SchedConfig, Scheduler, Sequence, Status
 from deepinfer_sched.cascade import CascadeFinder
 from deepinfer_sched.prefixes import PrefixWork
 from deepinfer_sched.running import RunningSet
@@ -96,9 +97,13 @@ class Jobs(RuleBasedStateMachine):
             self.scheduler.add(seq)
 
     @precondition(lambda self: self.flights or self.scheduler.has_unfinished)
-    @rule()
-    def launch(self):
-        plan = self.scheduler.plan()
+    @rule(share=st.one_of(st.none(), st.floats(0, 1)), width=st.integers(0, 3))
+    def launch(self, share=None, width=0):
+        """Plan a step; with a `share` drafts are made by the step itself, and that share of those it may verify is."""
+        ahead = None
+        if share is not None:
+            ahead = DraftsAhead(width, lambda step, slots, most: int(share * most.sum()))
+        plan = self.scheduler.plan(ahead)
         if plan is None:
             assert self.flights or not self.scheduler.has_unfinished, "nothing is in flight and nothing can be planned"
             return
@@ -135,11 +140,31 @@ class Jobs(RuleBasedStateMachine):
             self.scheduler.preempt(seq.seq_id)
         elif seq.status is Status.RUNNING:
             self.drafts[seq.seq_id] = good
+            if self.scheduler.state.pending[seq.slot]:
+                return  # only what a step drafts itself may follow tokens in flight
             self.scheduler.propose(seq.seq_id, 3)
 
     # --- the device --------------------------------------------------------------------------------------------
 
-    def execute(self, plan):
+    def true_rows(self, plan):
+        """The plan as the device carries it out: where rows start, and how many drafts each one verifies."""
+        if plan.ahead is None:
+            assert not plan.slack.any()
+            return plan
+        starts, drafts, left = plan.starts.copy(), np.zeros_like(plan.drafts), plan.ahead.budget
+        for row in np.argsort([zlib.crc32(bytes([plan.step % 256, row])) for row in range(plan.num_rows)]).tolist():
+            if not plan.prefills[row]:
+                starts[row] = len(self.buffer[int(plan.slots[row])]) - 1
+                assert plan.starts[row] - plan.slack[row] <= starts[row] <= plan.starts[row]
+            drafts[row] = min(left, plan.drafts[row])
+            left -= drafts[row]
+        assert not left
+        counts = np.where(plan.prefills, plan.counts, 1 + drafts)
+        assert counts.sum() == plan.num_tokens
+        return replace(plan, starts=starts, drafts=drafts, counts=counts)
+
+    def execute(self, planned):
+        plan = self.true_rows(planned)
         ids, counts, stops = (
             np.zeros((plan.num_rows, 4), int),
             np.zeros(plan.num_rows, int),
@@ -160,7 +185,7 @@ class Jobs(RuleBasedStateMachine):
             assert tables.all()
             assert not plan.prefills[cascade.rows].any()
             assert (plan.starts[cascade.rows] >= cascade.tokens).all()
-        return plan, ids, counts, stops, reads
+        return planned, ids, counts, stops, reads
 
     def copy(self, sources, targets):
         """The mover: copies happen after every step launched so far and before the one that is being planned."""
@@ -174,7 +199,7 @@ class Jobs(RuleBasedStateMachine):
         count = int(plan.drafts[row])
         if count:
             buffer, start = self.buffer[int(plan.slots[row])], int(plan.starts[row])
-            good = self.drafts[int(plan.seq_ids[row])]
+            good = self.drafts.get(int(plan.seq_ids[row]), 1)
             del buffer[start + 1 :]
             for place in range(count):
                 token = next_token(buffer)
@@ -260,9 +285,9 @@ def keep_rejected_drafts(original):
 
 
 def forget_placeholders(original):
-    def launch(self, slots, ends, drafts, samples, step):
-        original(self, slots, ends, drafts, samples, step)
-        self.pending[slots] -= (drafts == 0) & samples & (step % 7 == 0)
+    def launch(self, plan):
+        original(self, plan)
+        self.pending[plan.slots] -= (plan.drafts == 0) & plan.samples & (plan.step % 7 == 0)
 
     return launch
 
@@ -276,7 +301,25 @@ def keep_old_cascades(original):
 
 
 def forget_the_last_step(original):
-    return lambda self, slots, ends, drafts, samples, step: original(self, slots, ends, drafts, samples, step - 1)
+    return lambda self, plan: original(self, replace(plan, step=plan.step - 1))
+
+
+def forget_drafts_in_flight(original):
+    def launch(self, plan):
+        original(self, plan)
+        self.slack[plan.slots] = plan.drafts
+
+    return launch
+
+
+def start_rows_where_they_may_start(original):
+    """The lowest position instead of the highest: what a row may reach beyond it has no room."""
+
+    def take(self, plan, rows, num_tokens):
+        original(self, plan, rows, num_tokens)
+        self.computed[plan.slots[rows]] -= self.slack[plan.slots[rows]]
+
+    return take
 
 
 def copy_pages_that_are_not_filled_yet(original):
@@ -290,6 +333,8 @@ PLANTED = [
     (PrefixWork, "commit_prompt", publish_whole_prompts_at_once),
     (CascadeFinder, "find", keep_old_cascades),
     (SlotState, "launch", forget_the_last_step),
+    (SlotState, "launch", forget_drafts_in_flight),
+    (SlotState, "take", start_rows_where_they_may_start),
     (PartialIndex, "find", copy_pages_that_are_not_filled_yet),
 ]
 

@@ -50,17 +50,39 @@ def test_plain_steps_are_wanted_for_steps_of_their_own_size() -> None:
         costs.observe(rows, 0, 0.001 * rows)
     for _ in range(31):
         costs.observe(16, 8, 0.020)
-    assert not costs.needs_plain(16, fresh=32)
-    assert not costs.needs_plain(4, fresh=4)
+    assert not costs.needs_plain(16)
+    assert not costs.needs_plain(4)
     for _ in range(2):
         costs.observe(15, 8, 0.020)
-    assert costs.needs_plain(16, fresh=32)
-    assert not costs.needs_plain(4, fresh=4)
+    assert costs.needs_plain(16)
+    assert not costs.needs_plain(4)
     costs.observe(14, 0, 0.014)
-    assert not costs.needs_plain(16, fresh=32)
-    for _ in range(70):
+    assert not costs.needs_plain(16)
+    for _ in range(600):
         costs.observe(16, 8, 0.020)
-    assert costs.needs_plain(4, fresh=4)  # the machine may have changed since
+    assert costs.needs_plain(4)  # the machine may have changed since
+
+
+def test_a_gain_that_leaves_no_doubt_is_measured_less() -> None:
+    costs = StepCosts()
+    assert costs.needs_plain(6, gain=3.0), "not before anything is known"
+    costs.observe(4, 0, 0.010)
+    costs.observe(4, 0, 0.010)
+    assert costs.needs_plain(6, gain=1.1)
+    assert not costs.needs_plain(6, gain=1.5), "four rows say enough about six"
+    assert costs.needs_plain(9, gain=3.0), "but not about nine"
+    costs.observe(8, 0, 0.012)
+    assert not costs.needs_plain(6, gain=1.1), "between four and eight"
+    costs = StepCosts()
+    costs.observe(4, 0, 0.010)
+    costs.observe(4, 0, 0.010)
+    for _ in range(100):
+        costs.observe(4, 8, 0.012)
+    assert costs.needs_plain(4, gain=1.1)
+    assert not costs.needs_plain(4, gain=1.5)
+    for _ in range(40):
+        costs.observe(4, 8, 0.012)
+    assert costs.needs_plain(4, gain=1.5), "it ends some time"
 
 
 def test_step_costs_keep_kinks() -> None:
@@ -75,6 +97,33 @@ def test_step_costs_keep_kinks() -> None:
     assert extra[8] > 1.2 * extra[9]
     for drafts, seconds in true.items():
         assert extra[drafts] == pytest.approx(seconds, rel=0.15), drafts
+
+
+def test_what_the_first_steps_with_drafts_took_counts_at_once() -> None:
+    """However long plain steps were measured before: three that cost more than guessed change what the next one is priced at."""
+    costs = StepCosts()
+    for _ in range(500):
+        costs.observe(64, 0, 0.040)
+    assert costs.synchronous(64, 512)[48] < 0.067
+    for _ in range(3):
+        costs.observe(64, 48, 0.070)
+    assert costs.synchronous(64, 512)[48] - costs.host_seconds(64) == pytest.approx(0.070)
+
+
+def test_one_step_that_was_held_up_does_not_end_all_tries() -> None:
+    """The first step with drafts took three times as long: what it says is half believed until others agree."""
+    costs = StepCosts()
+    for _ in range(3):
+        costs.observe(16, 0, 0.020)
+    guess = costs.extra(16, 64)
+    costs.observe(16, 21, 0.060)
+    assert costs.extra(16, 64)[21] <= 1.51 * guess[21]
+    for _ in range(2):
+        costs.observe(16, 21, 0.060)
+    assert costs.extra(16, 64)[21] == pytest.approx(0.040, rel=0.1)
+    for _ in range(300):
+        costs.observe(16, 0, 0.020)
+    assert costs.extra(16, 64)[21] <= 1.51 * guess[21], "nor do three, for ever: what looks dear is measured no more"
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,6 +152,12 @@ def test_the_loop_that_runs_ahead_is_never_slower_than_the_synchronous_one() -> 
         costs.observe_host(8, 0.001, 0.012)
     assert costs.ahead(8) == pytest.approx(0.013)
     assert costs.synchronous(8, 4)[0] == pytest.approx(0.013)
+    assert costs.least(8) == pytest.approx(0.012 + 0.001 * 16 / 24), (
+        "to be beaten with a third of the host's time hidden"
+    )
+    for _ in range(5):
+        costs.observe_ahead(64, 0.040)
+    assert costs.alone(64) == pytest.approx(0.040), "not eight times what 8 rows take"
 
 
 def test_pauses_of_the_caller_are_not_the_loops_time() -> None:
@@ -181,15 +236,14 @@ def test_switch_needs_evidence_and_backs_off_longer_every_time() -> None:
     waits = []
     for _ in range(3):
         steps = 0
-        while not switch.expect(1.5, 1.0):
+        while switch.rest() or not switch.expect(1.5, 1.0):
             steps += 1
         waits.append(steps)
         while switch.measure(0.9, 1.0):
             pass
     assert waits[0] < waits[1] < waits[2]
-    steps = 0
-    while not switch.expect(1.5, 1.0):
-        steps += 1
+    while switch.rest() or not switch.expect(1.5, 1.0):
+        pass
     assert all(switch.measure(1.3, 1.0) for _ in range(200))
 
 
@@ -209,6 +263,52 @@ def test_what_was_won_long_ago_pays_for_no_losses(good: int, gain: float, loss: 
     assert steps <= most
 
 
+def test_waiting_for_drafts_ends_and_is_no_failure() -> None:
+    """A text that stops repeating: off after half a step of waiting, whatever was won before; on with the first good forecast."""
+    switch = SpeculationSwitch()
+    while not switch.expect(1.5, 1.0):
+        pass
+    for _ in range(50):
+        switch.measure(2.0, 1.0)
+    steps = 1
+    while switch.wait(0.0625):
+        steps += 1
+    assert steps == 8
+    assert not switch.rest()
+    assert switch.expect(1.07, 1.0), "neither a pause nor less trust"
+    steps = 1
+    while switch.wait(0.0625):
+        steps += 1
+    assert steps == 4, "a forecast that nothing came of is worth half as long"
+
+
+def test_forecasts_that_failed_are_trusted_less_but_never_for_good() -> None:
+    switch = SpeculationSwitch()
+    for _ in range(20):
+        for _ in range(200):
+            if not switch.rest() and switch.expect(1.45, 1.0):
+                break
+        assert switch.on, "a gain this large is tried again"
+        while switch.measure(0.8, 1.0):
+            pass
+    switch = SpeculationSwitch()
+    while not switch.expect(1.2, 1.0):
+        pass
+    while switch.measure(0.9, 1.0):
+        pass
+    steps = 1
+    while switch.rest() or not switch.expect(1.2, 1.0):
+        steps += 1
+    assert steps == switch.options.pause
+    while switch.measure(0.9, 1.0):
+        pass
+    assert switch.on is False
+    for _ in range(2 * switch.options.pause):
+        switch.rest()
+    assert not switch.expect(1.2, 1.0), "a modest one waits for trust to come back, not for the pause alone"
+    assert not switch.promising
+
+
 def test_a_trial_ends_by_the_clock() -> None:
     switch = SpeculationSwitch()
     switch.try_on()
@@ -217,7 +317,7 @@ def test_a_trial_ends_by_the_clock() -> None:
     while switch.measure(0.8, 1.0):
         steps += 1
     assert steps <= 3
-    assert not switch.expect(1.5, 1.0), "and a failed one waits as any other does"
+    assert switch.rest(), "and a failed one waits as any other does"
 
 
 def test_loads_have_their_own_switches() -> None:
@@ -230,6 +330,9 @@ def test_loads_have_their_own_switches() -> None:
     assert not switches.meet(17).on
     assert switches.meet(60).on, "and the one that paid goes on paying"
     assert switches.changes == 2
+    alone, many = LoadSwitches(), LoadSwitches()
+    assert alone.meet(1).expect(1.5, 1.0), "one sequence's forecast is enough"
+    assert [many.meet(16).expect(1.5, 1.0) for _ in range(3)] == [False, False, True], "those of many must agree"
 
 
 def test_statistics_count_the_bonus() -> None:

@@ -20,6 +20,7 @@ from deepinfer_specdec import (
 from deepinfer_specdec.errors import CalibrationError, CostCurveError, SpecDecodeError
 from deepinfer_specdec.scheduling.budget import StepLoad, early_stop_budget, live_budget
 from deepinfer_specdec.scheduling.calibration import cumulative_errors, sigmoid
+from deepinfer_specdec.scheduling.choice import choose, round_sizes
 from deepinfer_specdec.scheduling.relay import SurvivalRelay
 from deepinfer_specdec.simulation.throughput import (
     Workload,
@@ -92,6 +93,52 @@ def test_budgets_against_brute_force(seed: int) -> None:
     assert rate[live_budget(survivals, StepLoad(rows), curve)] == pytest.approx(max(rate))
     stop = next((b for b in range(len(ranked)) if rate[b + 1] <= rate[b]), len(ranked))
     assert early_stop_budget(survivals, StepLoad(rows), curve) == stop
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10_000))
+def test_one_sort_chooses_as_two_rules_do(seed: int) -> None:
+    """Jagged times, ragged rows, coarse values with ties: the best rate of all budgets, spent as a sorted list would."""
+    rng = np.random.default_rng(seed)
+    rows, width = int(rng.integers(1, 6)), int(rng.integers(1, 5))
+    counts = rng.integers(0, width + 1, rows)
+    inside = np.arange(width) < counts[:, None]
+    values = np.where(inside, np.cumprod(rng.choice([0.0, 0.5, 0.75, 1.0], (rows, width)), axis=1), 0.0)
+    seconds = rng.uniform(0.5, 1.5, rows * width + 1) * (1.0 + 0.2 * np.arange(rows * width + 1))
+    listed = sorted((-values[r, k], k, r) for r in range(rows) for k in range(counts[r]))
+    rates = [(rows - sum(value for value, _, _ in listed[:b])) / seconds[b] for b in range(len(listed) + 1)]
+    edge = float(rng.choice([1.0, 1.3]))
+    choice = choose(values, counts, seconds, edge)
+    assert choice.lengths.sum() == choice.budget
+    if max(rates) > rates[0] * edge:
+        assert rates[choice.budget] == pytest.approx(max(rates))
+        assert choice.gain == pytest.approx(max(rates) / rates[0])
+        expected = np.zeros(rows, int)
+        for _, _, row in listed[: choice.budget]:
+            expected[row] += 1
+        assert choice.lengths.tolist() == expected.tolist()
+    else:
+        assert (choice.budget, choice.gain) == (0, 1.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 40))
+def test_only_round_sizes_are_chosen_where_that_is_asked_for(seed: int, rows: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 5, rows)
+    values = np.where(np.arange(4) < counts[:, None], np.cumprod(rng.uniform(0.5, 1.0, (rows, 4)), axis=1), 0.0)
+    seconds = 1.0 + 0.02 * np.arange(4 * rows + 1)
+    ranked = np.sort(values.ravel())[::-1]
+    allowed = [
+        b
+        for b in range(int(counts.sum()) + 1)
+        if b == 0 or rows + b <= 16 or (rows + b) % (4 if rows + b <= 64 else 8) == 0
+    ]
+    rates = {b: (rows + ranked[:b].sum()) / seconds[b] for b in allowed}
+    choice = choose(values, counts, seconds, sizes=round_sizes)
+    assert choice.budget in allowed
+    assert rates[choice.budget] == pytest.approx(max(rates.values()))
+    assert choice.lengths.sum() == choice.budget
 
 
 def test_limits_and_prefill_tokens_count() -> None:

@@ -13,8 +13,9 @@ from deepinfer_specdec.drafters.base import FeatureDrafter  # noqa: E402
 from deepinfer_specdec.dspark import DSparkConfig, DSparkDrafter, DSparkModel, load_draft, save_draft  # noqa: E402
 from deepinfer_specdec.dspark.model import TargetParts  # noqa: E402
 from deepinfer_specdec.errors import CheckpointError  # noqa: E402
+from deepinfer_specdec.train.agreement import Rule  # noqa: E402
 from deepinfer_specdec.train.blocks import block_mask, run_blocks, sample_anchors  # noqa: E402
-from deepinfer_specdec.train.data import Text, collate, read_texts, split_texts, write_texts  # noqa: E402
+from deepinfer_specdec.train.data import Text, collate, read_texts, split_texts  # noqa: E402
 from deepinfer_specdec.train.evaluate import evaluate  # noqa: E402
 from deepinfer_specdec.train.loop import TrainOptions, train  # noqa: E402
 
@@ -36,6 +37,7 @@ class MarkovTarget:
         head = torch.linalg.pinv(embedding) @ logits  # embedding @ head = logits, exactly: HIDDEN >= VOCAB
         self.probabilities = logits.softmax(-1)
         self.parts = TargetParts(embedding, head.T.contiguous())
+        self.ends = frozenset()
 
     def run(self, token_ids):
         hidden = self.parts.embedding[token_ids]
@@ -79,7 +81,7 @@ def trained(tmp_path_factory):
 
 
 def measure(model, target, held_out):
-    return evaluate(model, target, held_out, batch_size=8, anchors=12, max_length=64, device="cpu")
+    return evaluate(model, target, held_out, Rule(), batch_size=8, max_length=64, device="cpu")
 
 
 def test_training_learns_the_language(trained) -> None:
@@ -229,7 +231,7 @@ def test_anchors_are_tokens_that_the_target_made() -> None:
 
 def test_texts_round_trip(tmp_path: Path) -> None:
     made = texts(MarkovTarget(), 4)
-    write_texts(tmp_path / "t.jsonl", made)
+    (tmp_path / "t.jsonl").write_text("".join(text.line() for text in made))
     assert read_texts(tmp_path / "t.jsonl") == made
 
 

@@ -68,6 +68,9 @@ def test_a_file_for_shorter_drafts_or_of_something_else_is_refused(tmp_path):
     TemperatureScaling(np.array([1.0, 2.0])).save(file)
     with pytest.raises(CalibrationError, match="2 temperatures; allowed: at least 3"):
         Calibrator(3, VerificationOptions(temperatures=str(file)))
+    TemperatureScaling(np.ones(3), np.array([0.0, 0.5, 0.0])).save(file)
+    with pytest.raises(CalibrationError, match="has offsets; allowed: temperatures alone"):
+        Calibrator(3, VerificationOptions(temperatures=str(file)))
     file.write_text(json.dumps([1, 2, 3]))
     with pytest.raises(CalibrationError, match="temperatures"):
         Calibrator(3, VerificationOptions(temperatures=str(file)))

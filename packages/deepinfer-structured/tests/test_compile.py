@@ -20,6 +20,7 @@ from deepinfer_structured import (
     UnsatisfiableSchema,
     UnsupportedSchema,
     compile_spec,
+    trial,
 )
 from deepinfer_structured.engines import xgrammar
 from deepinfer_structured.lowering import lower_spec
@@ -303,6 +304,22 @@ def test_an_analysis_out_of_time_names_what_it_worked_on(monkeypatch, ticks, poi
         lower_spec(Spec.json_schema(PILE), Options(limits=Limits(seconds=ticks)))
     assert (caught.value.pointer, caught.value.keyword, bool(caught.value.way_out)) == (pointer, keyword, True)
     assert f"schema at {pointer or '/'}: keyword '{keyword}'" in str(caught.value)
+
+
+def test_an_analysis_out_of_time_is_repeated_with_few_alternatives(monkeypatch):
+    """The whole takes 153 looks at the clock, with four alternatives 17: the second gets a quarter of the time."""
+    some = [{"anyOf": [{"required": [f"{letter}{i}"]} for i in range(16)]} for letter in "abcd"]
+    spec = Spec.json_schema({"type": "object", "allOf": some})
+    clock = itertools.count()
+    monkeypatch.setattr(solver, "time", SimpleNamespace(thread_time=lambda: next(clock)))
+    found = trial.lower_on_trial(spec, Options(limits=Limits(seconds=100)))
+    assert any("only 4 of 16" in note for note in found.notes)
+    with pytest.raises(LimitExceeded, match="more than 40 s") as caught:
+        trial.lower_on_trial(spec, Options(limits=Limits(seconds=40)))
+    assert caught.value.keyword
+    whole = trial.lower_on_trial(spec, Options(limits=Limits(seconds=1_000)))
+    assert not any("only 4 of" in note for note in whole.notes)
+    assert len(whole.text) > 10 * len(found.text)
 
 
 def test_errors_with_a_place_survive_the_way_from_the_worker():

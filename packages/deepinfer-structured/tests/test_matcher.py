@@ -11,6 +11,7 @@ from deepinfer_structured import (
     Vocabulary,
     allocate_mask,
     allowed_tokens,
+    batch,
     compile_spec,
     fill_masks,
 )
@@ -132,9 +133,15 @@ def test_forced_tokens_follow_the_only_way(byte_vocabulary):
     assert matcher.allows(forced) == len(forced)
 
 
-def test_batch_rows_equal_single_rows(vocabulary):
+@pytest.mark.parametrize("alone", [-1.0, 60.0])
+def test_batch_rows_equal_single_rows(vocabulary, monkeypatch, alone):
+    """Whether the library's threads fill them or the calling one."""
+    monkeypatch.setattr(batch, "_ALONE", alone)
     grammars = [compile_spec(Spec.json_schema(s), vocabulary) for s in SCHEMAS]
     matchers = [_walk(g, [i, 2 * i + 1, 5])[0] for g in grammars for i in range(6)]
+    matchers += [compile_spec(Spec.regex("ab"), vocabulary).matcher() for _ in range(3)]
+    assert [m.accept(list(b"ab")) for m in matchers[-2:]] == [2, 2]
+    assert matchers[-1].accept([256]) == 1
     out = allocate_mask(len(matchers) + 1, vocabulary.size)
     rows = list(range(len(matchers), 0, -1))
     fill_masks(matchers, rows, out, threads=2)
@@ -149,6 +156,12 @@ def test_batch_refuses_a_wrong_buffer(vocabulary):
         fill_masks([matcher], [0], np.zeros((1, 4), np.int64))
     with pytest.raises(ValueError, match="1 matchers but 2 rows"):
         fill_masks([matcher], [0, 1], allocate_mask(2, vocabulary.size))
+    for row in (-1, 2):
+        with pytest.raises(ValueError, match=r"within 0\.\.1"):
+            fill_masks([matcher], [row], allocate_mask(2, vocabulary.size))
+    with pytest.raises(ValueError, match="buffer size"):
+        fill_masks([matcher], [0], allocate_mask(1, vocabulary.size + 32))
+    fill_masks([], [], allocate_mask(1, vocabulary.size))
 
 
 def test_vocabulary_names_what_is_wrong():

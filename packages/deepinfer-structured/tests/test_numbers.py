@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from deepinfer_structured import UnsatisfiableSchema
+import pytest
+from deepinfer_structured import LimitExceeded, UnsatisfiableSchema, UnsupportedSchema
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -55,3 +56,32 @@ def test_multiples(accepts, step, negated, text):
     assert expected or not accepted
     if not ("." in text and text.endswith("0")):  # 0.50 is a second spelling of 0.5
         assert accepted == expected
+
+
+NEAR = st.tuples(st.sampled_from([10, 10**9, 10**14, 2**53, 2**63, 10**15, 10**20]), st.integers(-4, 4)).map(sum)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(["1", "2", "3", "0.5", "0.1"]),
+    NEAR,
+    st.sampled_from(["", ".5", ".1", ".000001"]),
+    NEAR,
+    st.booleans(),
+)
+def test_bounds_beyond_the_exact_floats_are_kept_beside_a_multiple(accepts, step, bound, part, value, upper):
+    """Such a bound must not be rounded: 2**53 and 2**53 + 1 are one float."""
+    schema = f'{{"type":"number","multipleOf":{step},"{"maximum" if upper else "minimum"}":{bound}{part}}}'
+    limit = Decimal(f"{bound}{part}")
+    expected = (value <= limit if upper else value >= limit) and Decimal(value) % Decimal(step) == 0
+    try:
+        accepted = accepts(schema, str(value))
+    except UnsupportedSchema:
+        return
+    assert accepted == expected
+
+
+def test_a_multiple_of_too_many_digits_is_named(accepts):
+    with pytest.raises(LimitExceeded, match="cannot express") as caught:
+        accepts({"properties": {"a": {"multipleOf": 1e-12}}}, "{}")
+    assert (caught.value.pointer, caught.value.keyword) == ("/properties/a", "multipleOf")

@@ -143,3 +143,20 @@ def test_branches_of_one_of_stay_exclusive_where_alternatives_are_cut(byte_vocab
         assert valid or not accepted
         if max_cases == 256:
             assert accepted == valid
+
+
+def test_a_wide_object_takes_no_other_spelling_of_its_keys(byte_vocabulary):
+    properties = {f"p{i}": {"type": "integer"} for i in range(2000)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": {"type": "string"}}
+    grammar = compile_spec(Spec.json_schema(schema), byte_vocabulary)
+    assert grammar.matcher().accept(list(rb'{"p1": 1, "q": "x"}')) == 19
+    for text in (rb'{"\u0070\u0031": "x"}', rb'{"p1": 1, "\u0070\u0031": "x"}', rb'{"p1": "x"}'):
+        assert grammar.matcher().accept(list(text)) < len(text)
+
+
+def test_what_is_too_much_is_refused_and_given_to_no_other_compiler(byte_vocabulary):
+    """llguidance's own schema compiler takes other spellings of named keys where keys are open."""
+    schema = {"type": "object", "properties": {f"p{i}": {"minimum": i} for i in range(9)}}
+    with pytest.raises(LimitExceeded) as caught:  # no analysis is as quick as that
+        compile_spec(Spec.json_schema(schema), byte_vocabulary, Options(limits=Limits(seconds=1e-9)))
+    assert caught.value.keyword == "properties"

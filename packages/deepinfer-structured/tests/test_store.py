@@ -21,3 +21,12 @@ def test_the_oldest_grammars_go_when_the_folder_is_full(tmp_path: Path) -> None:
         os.utime(new, (1_000 + age, 1_000 + age))
     assert [store.get(spec, options) is not None for spec in specs] == [False, False, True, True]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2_600
+
+
+def test_a_grammar_comes_back_whole(tmp_path: Path) -> None:
+    """What the matcher must enforce beside the text as well: without it the text alone would let too much pass."""
+    found = Lowered("llguidance", "x", ("note",), "{}", True, 7, ("/a", "enum"), ("", "pattern"))
+    store, options = GrammarStore(tmp_path), Options(max_whitespace=7)
+    store.put(Spec.regex("a"), options, found)
+    assert store.get(Spec.regex("a"), options) == found
+    assert store.get(Spec.regex("a"), Options()) is None

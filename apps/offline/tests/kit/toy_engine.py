@@ -95,10 +95,17 @@ TOKENIZER = toy_tokenizer()
 
 
 def make_engine(
-    *, ahead: int = 2, pages: int = 200, running: int = 8, budget: int = 32, prefix: bool = True, delay: float = 0.0
+    *,
+    ahead: int = 2,
+    pages: int = 200,
+    running: int = 8,
+    budget: int = 32,
+    prefix: bool = True,
+    delay: float = 0.0,
+    kind: type[ToyModel] = ToyModel,
 ) -> NativeEngine:
     max_len = 128
-    model = ToyModel(running, max_len, budget, delay)
+    model = kind(running, max_len, budget, delay)
     config = CacheConfig(
         (PagedGroup("kv", "prefix", BLOCK, 1, 8),),
         pages,

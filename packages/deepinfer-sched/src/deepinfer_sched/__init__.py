@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepinfer_sched.ahead import Ahead, DraftsAhead
 from deepinfer_sched.cache import Cache, Hit
 from deepinfer_sched.config import SchedConfig
 from deepinfer_sched.errors import SchedConfigError, SchedError, SequenceError
@@ -14,9 +15,11 @@ from deepinfer_sched.simulation.replay import SimulationReport, simulate
 from deepinfer_sched.step import Cascade, StepPlan
 
 __all__ = [
+    "Ahead",
     "Cache",
     "Cascade",
     "CostModel",
+    "DraftsAhead",
     "Hit",
     "JobPlan",
     "SchedConfig",

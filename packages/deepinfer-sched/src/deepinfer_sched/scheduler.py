@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 
+from deepinfer_sched.ahead import DraftsAhead
 from deepinfer_sched.cache import Cache, Hit
 from deepinfer_sched.cascade import CascadeFinder
 from deepinfer_sched.config import SchedConfig
@@ -116,10 +117,19 @@ class Scheduler:
         """Steps planned and not yet applied."""
         return len(self._flights)
 
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether a step in flight samples under a grammar."""
+        return any((plan.constrained & plan.samples).any() for plan, _ in self._flights)
+
     # --- a step ----------------------------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, ahead: DraftsAhead | None = None) -> StepPlan | None:
         """Plan the next step. Decode rows come first, then running prefills, then admissions.
+
+        Args:
+            ahead: drafts are made and shared out on the device. A row is then planned with room for all drafts it may
+                verify although tokens of it are in flight; without, it waits until the drafts in flight are verified.
 
         Returns:
             None when nothing can be planned now: apply a step in flight first, or there is no work.
@@ -128,7 +138,7 @@ class Scheduler:
             return None
         step = self._step + 1
         self.cache.begin(step)
-        decodes, counts = self._plan_decodes()
+        decodes, counts = self._plan_decodes(follow=ahead is not None)
         chunks: list[_Chunk] = []
         budget = self.config.max_tokens_per_step - int(counts.sum())
         budget = self._continue_prefills(chunks, budget)
@@ -139,7 +149,7 @@ class Scheduler:
         if not len(decodes) and not chunks:
             return None
         self._step = step
-        return self._launch(step, decodes, counts, chunks, admitted)
+        return self._launch(step, decodes, counts, chunks, admitted, ahead)
 
     def apply(
         self, plan: StepPlan, token_ids: np.ndarray, num_tokens: np.ndarray, stops: np.ndarray | None = None
@@ -171,22 +181,26 @@ class Scheduler:
 
     # --- planning --------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Slots that decode or verify, and the tokens of each; room for them is allocated."""
+    def _plan_decodes(self, *, follow: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Slots that decode or verify, and the tokens of each; room for them is allocated.
+
+        With `follow`, rows may start where drafts in flight will lead, and verify drafts that are not known yet.
+        """
         state, slots = self.state, self._running.slots
         if not len(slots):
             return _EMPTY, _EMPTY
         known, pending, computed = state.length[slots], state.pending[slots], state.computed[slots]
         prefilled = computed >= state.target[slots]
         exist = known + pending
-        ready = prefilled & (exist > computed) & (exist < state.limit[slots]) & ~state.verifying[slots]
+        ready = prefilled & (exist > computed) & (exist < state.limit[slots])
         drafts = state.drafts[slots]
-        ready &= (drafts == 0) | (pending == 0)
+        if not follow:
+            ready &= (state.slack[slots] == 0) & ((drafts == 0) | (pending == 0))
         if not self.config.constrained_ahead:
             ready &= ~state.constrained[slots] | (pending == 0)
         slots, drafts = slots[ready], drafts[ready]
         if drafts.any():
-            drafts = np.minimum(drafts, state.limit[slots] - state.length[slots] - 1)
+            drafts = np.minimum(drafts, state.limit[slots] - exist[ready] - 1)
             spare = self.config.max_tokens_per_step - len(slots)
             if not prefilled.all() or len(self._waiting):
                 spare -= int(spare * self.config.prompt_share)
@@ -266,7 +280,13 @@ class Scheduler:
             seq.cached_tokens = min(hit.length, seq.num_prompt)
 
     def _launch(
-        self, step: int, decodes: np.ndarray, counts: np.ndarray, chunks: list[_Chunk], admitted: list[int]
+        self,
+        step: int,
+        decodes: np.ndarray,
+        counts: np.ndarray,
+        chunks: list[_Chunk],
+        admitted: list[int],
+        ahead: DraftsAhead | None,
     ) -> StepPlan:
         """Write the plan down, and what it changes."""
         state = self.state
@@ -290,14 +310,16 @@ class Scheduler:
             constrained=state.constrained[slots],
             floors=np.where(prefills, state.floors[slots], 0).astype(np.int32),
             write_floors=state.write_floors[slots],
+            slack=state.slack[slots],
             cascades=self._cascades.find(decodes, prompts, self.cache.pages, self._running.changes),
             admitted=tuple(admitted),
             preempted=tuple(self._preempted),
             finished=tuple(self._finished),
+            ahead=None if ahead is None else ahead.share(step, decodes, drafts[: len(decodes)]),
         )
         self._preempted, self._finished = [], []
-        self.cache.place_windows(slots, starts, ends, ends - drafts)
-        state.launch(slots, ends, drafts, samples, step)
+        self.cache.place_windows(slots, starts - plan.slack, ends, ends - drafts - plan.slack)
+        state.launch(plan)
         self._flights.append((plan, self._running.in_slots(slots)))
         return plan
 

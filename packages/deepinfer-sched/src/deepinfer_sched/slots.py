@@ -19,8 +19,8 @@ class SlotState:
         self.pending = np.zeros(max_running, np.int32)  # tokens that steps in flight will sample
         self.target = np.zeros(max_running, np.int32)  # tokens to prefill: what was known at admission
         self.limit = np.zeros(max_running, np.int32)  # tokens at which the sequence ends
-        self.drafts = np.zeros(max_running, np.int32)
-        self.verifying = np.zeros(max_running, bool)  # drafts in flight: the next position is not known yet
+        self.drafts = np.zeros(max_running, np.int32)  # that the next row may verify
+        self.slack = np.zeros(max_running, np.int32)  # drafts in flight: `computed` is that much lower without them
         self.constrained = np.zeros(max_running, bool)
         self.floors = np.zeros(max_running, np.int32)
         self.write_floors = np.zeros(max_running, np.int32)
@@ -32,9 +32,8 @@ class SlotState:
         self.seq_ids[slot] = seq.seq_id
         self.computed[slot] = hit.start
         self.length[slot] = self.target[slot] = len(seq.tokens)
-        self.pending[slot] = self.drafts[slot] = 0
+        self.pending[slot] = self.drafts[slot] = self.slack[slot] = 0
         self.limit[slot] = limit
-        self.verifying[slot] = False
         self.constrained[slot] = seq.constrained
         self.last_step[slot] = 0
         self.floors[slot], self.write_floors[slot] = hit.replay_start, hit.write_floor
@@ -42,12 +41,14 @@ class SlotState:
     def close(self, slot: int) -> None:
         self.seq_ids[slot] = -1
 
-    def launch(self, slots: np.ndarray, ends: np.ndarray, drafts: np.ndarray, samples: np.ndarray, step: int) -> None:
-        """Rows up to `ends` are in flight with step `step`."""
-        self.computed[slots] = ends
-        self.pending[slots] += np.where(samples, drafts + 1, 0).astype(np.int32)
-        self.verifying[slots] = drafts > 0
-        self.last_step[slots] = step
+    def launch(self, plan: StepPlan) -> None:
+        """The rows of a plan are in flight. The drafts that they verify are used up; those that the step makes follow."""
+        slots = plan.slots
+        self.computed[slots] = plan.starts + plan.counts
+        self.pending[slots] += np.where(plan.samples, plan.drafts + 1, 0).astype(np.int32)
+        self.slack[slots] += plan.drafts
+        self.drafts[slots] = np.where(plan.samples, plan.ahead.width if plan.ahead else 0, 0)
+        self.last_step[slots] = plan.step
 
     def take(self, plan: StepPlan, rows: np.ndarray, num_tokens: np.ndarray) -> None:
         """Tokens that the given rows (bool [R]) of a plan have sampled; rejected drafts are taken back."""
@@ -56,7 +57,6 @@ class SlotState:
         self.pending[slots] -= drafts + 1
         verified = drafts > 0
         if verified.any():
-            checked = slots[verified]
-            self.computed[checked] = (plan.starts[rows] + taken)[verified]
-            self.verifying[checked] = False
-            self.drafts[checked] = 0
+            checked, rejected = slots[verified], (drafts + 1 - taken)[verified].astype(np.int32)
+            self.computed[checked] -= rejected
+            self.slack[checked] -= drafts[verified]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepinfer_sched.ahead import Ahead
+
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
@@ -30,6 +32,9 @@ class StepPlan:
     are in the runner's buffer of that slot. A decode row may be planned while the step that samples its input id is
     still in flight.
 
+    With `ahead` the host knows upper bounds only: of a decode row, `starts` is the highest position it may begin at (the
+    lowest is `starts - slack`), `drafts` the most it may verify, and `counts` is 1 + `drafts`.
+
     Attributes:
         step: number of the step, from 1.
         seq_ids: int64, the sequence of each row.
@@ -42,10 +47,12 @@ class StepPlan:
         constrained: bool, sampling needs a grammar mask.
         floors: int32, window floor: keys below it are treated as absent by window groups; 0 means none.
         write_floors: int32, entries of prefix groups that end below it are shared and must not be written.
+        slack: int32, drafts in flight before this step: the row starts that much earlier if all of them are rejected.
         cascades: groups of decode rows that share a prefix.
         admitted: sequences that took a slot in this step (`Sequence.slot`): load their tokens into it.
         preempted: sequences that lost their slot while this step was planned.
         finished: sequences that ended since the plan before.
+        ahead: drafts are made and shared out on the device; None when the host knows every draft.
     """
 
     step: int
@@ -59,10 +66,12 @@ class StepPlan:
     constrained: np.ndarray
     floors: np.ndarray
     write_floors: np.ndarray
+    slack: np.ndarray
     cascades: tuple[Cascade, ...] = ()
     admitted: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
+    ahead: Ahead | None = None
 
     @property
     def num_rows(self) -> int:
@@ -70,7 +79,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.counts.sum())
+        return int(self.counts.sum()) - (int(self.drafts.sum()) - self.ahead.budget if self.ahead else 0)
 
     @property
     def num_decodes(self) -> int:

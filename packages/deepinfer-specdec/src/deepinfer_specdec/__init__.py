@@ -12,7 +12,13 @@ from deepinfer_specdec.drafters.ngram import NgramDrafter
 from deepinfer_specdec.drafters.registry import create_drafter, drafter_names, register_drafter
 from deepinfer_specdec.drafters.suffix import SuffixDrafter
 from deepinfer_specdec.scheduling.admission import admit
-from deepinfer_specdec.scheduling.calibration import OnlineCalibration, TemperatureScaling, fit_sts
+from deepinfer_specdec.scheduling.calibration import (
+    OnlineCalibration,
+    TemperatureScaling,
+    fit_conditional,
+    fit_scaling,
+    fit_sts,
+)
 from deepinfer_specdec.scheduling.cost import CostCurve, CostOptions
 from deepinfer_specdec.scheduling.planner import PlannerOptions, VerificationPlanner
 from deepinfer_specdec.statistics import SpeculationStatistics
@@ -39,6 +45,8 @@ __all__ = [
     "create_drafter",
     "distribution",
     "drafter_names",
+    "fit_conditional",
+    "fit_scaling",
     "fit_sts",
     "register_drafter",
     "verify",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,11 @@ def mask_words(vocab_size: int) -> int:
 def allocate_mask(rows: int, vocab_size: int) -> Mask:
     """A mask `[rows, ceil(vocab_size / 32)]` int32 in which every token is allowed."""
     return np.full((rows, mask_words(vocab_size)), -1, dtype=np.int32)
+
+
+def address(mask: Mask) -> int:
+    """Where a writable, contiguous mask begins in memory. (`mask.ctypes.data` takes as long as a whole mask does.)"""
+    return ctypes.addressof(ctypes.c_char.from_buffer(mask.data))
 
 
 def allowed_tokens(row: Mask, vocab_size: int) -> NDArray[np.int64]:

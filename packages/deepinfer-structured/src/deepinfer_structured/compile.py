@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from deepinfer_structured import whitespace
 from deepinfer_structured.config import Options
 from deepinfer_structured.engines import llguidance, xgrammar
 from deepinfer_structured.errors import EngineMissing, LimitExceeded, StructuredError, UnsatisfiableSchema
@@ -22,6 +23,7 @@ from deepinfer_structured.worker import Worker
 _INLINE_BYTES = 8_000  # a specification up to this size is lowered in the calling process
 _INLINE_SECONDS = 1.0
 _TEXTUAL = ("fuel", "lexeme", "regex", "NoExtension")  # words of the library's messages about terminals
+_INLINE = "failed to compile JSON schema"  # of an inline schema, as numbers with a `multipleOf` are written
 _TRIAL = "deepinfer_structured.trial"
 _lock = threading.Lock()
 
@@ -46,7 +48,13 @@ def compile_spec(spec: Spec, vocabulary: Vocabulary, options: Options | None = N
         compiled = llguidance.LlguidanceGrammar(found.text, vocabulary)
     except StructuredError as error:
         raise _explained(error, spec, found, options) from None
-    return Grammar(spec, vocabulary, found.engine, compiled, found.notes, found.unique, found.distinct_keys)
+    if found.max_whitespace is not None:
+        whitespace.tables(
+            vocabulary, found.max_whitespace
+        )  # made here, not by the thread that starts the first sequence
+    return Grammar(
+        spec, vocabulary, found.engine, compiled, found.notes, found.unique, found.distinct_keys, found.max_whitespace
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -74,13 +82,9 @@ def _lower(spec: Spec, options: Options) -> Lowered:
     try:
         return _tried(spec, _call("lower_on_trial", (spec, options), options), options)
     except LimitExceeded as error:
-        if spec.kind != "json_schema":
+        if spec.kind != "json_schema" or error.keyword:
             raise
-        refusal = error if error.keyword else _placed(spec, error)
-    try:  # what is too much here may not be for the library's own schema compiler
-        return _tried(spec, _call("lower_natively", (spec, options), options), options)
-    except StructuredError:
-        raise refusal from None
+        raise _placed(spec, error) from None
 
 
 def _lower_quickly(spec: Spec, options: Options) -> Lowered | None:
@@ -108,9 +112,12 @@ def _explained(error: StructuredError, spec: Spec, found: Lowered | None, option
             return _call("explain_misfit", (spec, options), options)
         except StructuredError:
             return error
-    message = str(error)[:200]
-    if found is None or not (isinstance(error, LimitExceeded) or message.startswith("panic")):
+    if found is None:
         return error
+    message = str(error)[:200]
+    if _INLINE in message:
+        place = blame.of_keyword(values.load(spec.content), "multipleOf")
+        return LimitExceeded(f"the grammar library cannot express it: {message}", *place, blame.ROUNDER)
     textual = any(word in message for word in _TEXTUAL)
     pointer, keyword = found.longest_terminals if textual else found.most_rules
     if not keyword:

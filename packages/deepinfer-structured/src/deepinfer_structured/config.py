@@ -18,8 +18,8 @@ class Limits:
         max_depth: nesting of the specification.
         max_rules: grammar rules after lowering.
         max_cases: alternatives that one schema may be split into.
-        seconds: processor time to analyse a schema. The worker may use half as much again for that, and as much to build
-            the grammar on trial.
+        seconds: processor time to analyse a schema. The worker may use half as much again for that, half of which goes to
+            a second analysis with four alternatives where the first runs out; and as much to build the grammar on trial.
         safe_bytes: a lowered grammar up to this size is built in the calling process without a trial in the worker.
         worker_mib: address space of the worker process, MiB.
     """

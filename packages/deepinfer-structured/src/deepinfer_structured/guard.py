@@ -9,135 +9,20 @@ at once, and `\\u` or `\\/` spellings.
 from __future__ import annotations
 
 import functools
-import json
+import re
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from deepinfer_structured.bitmask import Mask
-from deepinfer_structured.guard_tables import SPACE, clear, offered, tables
-from deepinfer_structured.schema.unique_paths import Place, UniquePaths
-from deepinfer_structured.schema.values import canon, load
+from deepinfer_structured.guard_reader import LITERALS, Frame, Reader, State, counts, guarded_frames
+from deepinfer_structured.guard_tables import clear, offered, tables
+from deepinfer_structured.guard_values import compact, scalar, spelled
+from deepinfer_structured.schema.unique_paths import UniquePaths
 from deepinfer_structured.vocab import Vocabulary
 
-_SCALAR = frozenset(b"0123456789+-.eEtrufalsn")
-_LITERALS = {ord("t"): ("boolean", True), ord("f"): ("boolean", False), ord("n"): ("null", None)}
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """An open array or object. `seen` holds the items of a guarded array or the keys of a guarded object, `start` is the
-    offset of an array's current item."""
-
-    parent: Frame | None
-    place: Place
-    is_array: bool
-    guarded: bool = False
-    seen: frozenset[Hashable] = frozenset()
-    index: int = 0
-    start: int = 0
-    key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """Where the reader is. Modes: value, string, scalar, after (a value), key, colon, done; `escaped` within strings."""
-
-    frame: Frame | None
-    mode: str = "value"
-    start: int = 0  # offset of the scalar, string or key being read
-    escaped: bool = False
-
-
-class Reader:
-    """Reads JSON text that a grammar has found well-formed. With `distinct_keys` all objects are guarded."""
-
-    def __init__(self, paths: UniquePaths, distinct_keys: bool) -> None:
-        self.paths, self.distinct_keys = paths, distinct_keys
-        self.text = bytearray()
-
-    def run(self, state: State, data: bytes) -> State | None:
-        """Read `data` at the end of the text; None if it repeats an item. The text keeps the data only on success."""
-        length = len(self.text)
-        self.text += data
-        for offset in range(length, length + len(data)):
-            after = self._byte(state, self.text[offset], offset)
-            if after is None:
-                del self.text[length:]
-                return None
-            state = after
-        return state
-
-    def would_repeat(self, state: State, data: bytes) -> bool:
-        """Whether reading `data` repeats an item; the text is unchanged."""
-        length = len(self.text)
-        repeated = self.run(state, data) is None
-        del self.text[length:]
-        return repeated
-
-    def _byte(self, state: State, byte: int, offset: int) -> State | None:
-        if state.mode in ("string", "key"):
-            if state.escaped or byte == 0x5C:
-                return replace(state, escaped=not state.escaped)
-            if byte != 0x22:
-                return state
-            if state.mode == "string":
-                return self._complete(state.frame, state.start, offset + 1)
-            assert state.frame is not None
-            name = json.loads(bytes(self.text[state.start : offset + 1]))
-            seen = state.frame.seen
-            if state.frame.guarded:
-                if name in seen:
-                    return None
-                seen |= {name}
-            return State(replace(state.frame, key=f"={name}", seen=seen), "colon")  # '=' tells an empty key from none
-        if state.mode == "scalar":
-            if byte in _SCALAR:
-                return state
-            done = self._complete(state.frame, state.start, offset)
-            return done and self._byte(done, byte, offset)
-        return state if byte in SPACE else self._structure(state, byte, offset)
-
-    def _structure(self, state: State, byte: int, offset: int) -> State | None:
-        frame, mode = state.frame, state.mode
-        if mode == "colon":
-            return State(frame, "value")
-        if byte in b"]}":
-            assert frame is not None
-            return self._complete(frame.parent, frame.parent.start if frame.parent else 0, offset + 1)
-        if mode == "after":
-            assert frame is not None
-            return State(replace(frame, index=frame.index + 1) if frame.is_array else frame, "value")
-        if frame is not None and not frame.is_array and not frame.key and byte == 0x22:
-            return State(frame, "key", offset)
-        return self._open(frame, byte, offset)
-
-    def _open(self, frame: Frame | None, byte: int, offset: int) -> State | None:
-        if frame is not None:
-            if frame.is_array and frame.guarded and _LITERALS.get(byte) in frame.seen:
-                return None  # once begun, a literal has one way to go on
-            frame = replace(frame, start=offset)
-        if byte in b"[{":
-            if frame is None:
-                place = self.paths.root
-            else:
-                place = self.paths.step(frame.place, frame.index if frame.is_array else frame.key[1:])
-            is_array = byte == 0x5B
-            guarded = self.paths.unique(place) if is_array else self.distinct_keys
-            return State(Frame(frame, place, is_array, guarded), "value")
-        return State(frame, "string" if byte == 0x22 else "scalar", offset)
-
-    def _complete(self, frame: Frame | None, start: int, end: int) -> State | None:
-        """A value text[start:end] is complete inside `frame`."""
-        if frame is None:
-            return State(None, "done")
-        if frame.is_array and frame.guarded:
-            value = canon(load(self.text[start:end].decode()))
-            if value in frame.seen:
-                return None
-            frame = replace(frame, seen=frame.seen | {value})
-        return State(replace(frame, key=""), "after")
+_NUMBER = re.compile(rb"-?[0-9][-+.0-9eE]*")
+_LONGEST = 64  # bytes; no longer tokens are looked for
 
 
 class Guard:
@@ -152,7 +37,9 @@ class Guard:
         self._states: list[tuple[State, int]] = [(State(None), 0)]
 
     def accept(self, token: int) -> bool:
-        """Read a token; False, and nothing is read, if it repeats an item."""
+        """Read a token; False, and nothing is read, if it repeats an item or key, or is never offered under a guard."""
+        if not offered(self._tables.usual, [token]):
+            return False
         state = self._reader.run(self._states[-1][0], self.vocabulary.tokens[token])
         if state is None:
             return False
@@ -184,12 +71,29 @@ class Guard:
                 elif inside:
                     clear(row, self._next_key(state, frame, row))
             frame, depth = frame.parent, depth + 1
+        clear(row, self._repeating(state, row, self._tables.further))
 
     def along(self, row: Mask) -> list[int]:
-        """Tokens of the mask after which a key would be the beginning of an earlier one: all its ends may be taken."""
-        if not self._reader.distinct_keys:
-            return []
-        state, ids = self._states[-1][0], self._tables.ids
+        """Tokens of the mask after which all that may follow may be a repetition, or forbidden: to be looked at."""
+        state = self._states[-1][0]
+        found: list[int] = []
+        guarded = list(guarded_frames(state))
+        if guarded and (state.mode not in ("string", "key") or counts(state)):
+            found += self._tables.escaping
+        if self._reader.distinct_keys:
+            found += self._along_keys(state)
+        for frame in guarded:
+            if frame.is_array:
+                found += self._along_items(state, frame)
+        crossing = self._tables.crossing[state.mode in ("string", "key")]
+        if state.mode == "scalar":
+            crossing = [*crossing, *self._tables.ending]
+        found += [t for t in offered(row, crossing) if not self.apart([t])]
+        return sorted(offered(row, dict.fromkeys(found)), key=lambda t: -len(self.vocabulary.tokens[t]))
+
+    def _along_keys(self, state: State) -> list[int]:
+        """Tokens after which a key would be the beginning of an earlier one: all its ends may be taken."""
+        ids = self._tables.ids
         found: list[int] = []
         frame, text, inside = state.frame, self._pending(state), state.mode == "key"
         if frame is not None and not frame.is_array and (inside or (state.mode == "value" and not frame.key)):
@@ -204,12 +108,80 @@ class Guard:
                     spelled = _spelled(name)
                     found += [t for end in range(2, len(spelled)) for t in self._tables.opening.get(spelled[:end], ())]
             frame = frame.parent
-        return offered(row, dict.fromkeys(found))
+        return found
+
+    def _along_items(self, state: State, frame: Frame) -> list[int]:
+        """Tokens after which the open item of a frame would be the beginning of an earlier one."""
+        table, text = self._tables, self._reader.text
+        in_string = state.mode in ("string", "key")
+        if frame is state.frame and state.mode == "after":
+            return []
+        found: list[int] = []
+        begun = _begun(state, frame, text)
+        table_here = table.ids if state.escaped else table.inside if in_string else table.outside
+        for item in frame.written:
+            if item.startswith(begun):
+                ends = range(len(begun) + 1, min(len(item), len(begun) + _LONGEST) + 1)
+                found += [t for end in ends for t in table_here.get(item[len(begun) : end], ())]
+        if state.mode in ("value", "scalar"):
+            found += self._along_numbers(state, frame, begun)
+        return found
+
+    def _along_numbers(self, state: State, frame: Frame, begun: bytes) -> list[int]:
+        """Tokens after which a number would be incomplete, or equal to the one at this place of an earlier item."""
+        number = self._pending(state)
+        taken = _numbers(frame, begun[: len(begun) - len(number)])
+        if not taken:
+            return []
+        return [t for more, t in self._tables.numeric if more[-1] in b"-+.eE" or scalar(number + more) in taken]
 
     @property
-    def written(self) -> bytes:
-        """The part of the value or key at hand that is written."""
-        return self._pending(self._states[-1][0])
+    def place(self) -> Hashable:
+        """What can follow the text depends on this alone, as long as nothing is taken back."""
+        state = self._states[-1][0]
+        outer, seen = None, []
+        for frame in guarded_frames(state):
+            outer = frame
+            seen.append(frame.seen)
+        start = 0 if outer is None else outer.start
+        return state.mode, state.escaped, start, compact(bytes(self._reader.text[start:])), tuple(seen)
+
+    def ways(self) -> list[list[int]]:
+        """A few tokens each that are worth a try: where they can be taken and are `apart`, something follows the text."""
+        return self._tables.tries[self._states[-1][0].mode]
+
+    def apart(self, tokens: Iterable[int]) -> bool:
+        """Whether no guarded item or key is the beginning of an earlier one after tokens that the grammar takes."""
+        data, state = b"".join(self.vocabulary.tokens[t] for t in tokens), self._states[-1][0]
+        reader = self._reader
+        length = len(reader.text)
+        after = reader.run(state, data)
+        apart = after is not None and not any(self._is_along(after, frame) for frame in guarded_frames(after))
+        del reader.text[length:]
+        return apart
+
+    def _is_along(self, state: State, frame: Frame) -> bool:
+        inside = frame is state.frame
+        if not frame.is_array:
+            text = self._pending(state)
+            return inside and state.mode == "key" and any(_spelled(name).startswith(text) for name in frame.seen)
+        if inside and state.mode == "after":
+            return False
+        begun, pending = _begun(state, frame, self._reader.text), b""
+        number = None
+        if state.mode == "scalar":
+            pending = self._pending(state)
+            number = scalar(pending)
+            if number is None:
+                return True
+        if any(item.startswith(begun) for item in frame.written):
+            return True
+        return number is not None and number in _numbers(frame, begun[: len(begun) - len(pending)])
+
+    def idle(self, row: Mask) -> bool:
+        """Whether a mask allows nothing, or blanks between pieces only."""
+        in_string = self._states[-1][0].mode in ("string", "key")
+        return not (row if in_string else row & ~self._tables.blank).any()
 
     def _pending(self, state: State) -> bytes:
         return bytes(self._reader.text[state.start :]) if state.mode in ("key", "string", "scalar") else b""
@@ -244,16 +216,15 @@ class Guard:
         if state.mode in ("value", "string"):
             if state.escaped:
                 found += table.starting(b"u") + table.starting(b"/")
-            for kind, value in frame.seen:  # pyrefly: ignore
-                spelled = json.dumps(value, ensure_ascii=False).encode() if kind == "string" else b""
-                if spelled and spelled.startswith(text):
-                    found += table.starting(spelled[len(text) :])
+            for value in frame.seen:
+                if value[:1] == b'"' and value.startswith(text):
+                    found += table.starting(value[len(text) :])
         if state.mode in ("value", "scalar"):
             for run, ids in table.runs.items():
-                if _scalar(text + run) in frame.seen:
+                if scalar(text + run) in frame.seen:
                     found += ids
         if state.mode == "value":
-            found += [t for b, value in _LITERALS.items() if value in frame.seen for t in table.starting(bytes([b]))]
+            found += [t for b, value in LITERALS.items() if value in frame.seen for t in table.starting(bytes([b]))]
             found += self._repeating(state, row, [*table.spaced, *table.empties])
         return found
 
@@ -269,17 +240,20 @@ class Guard:
         return out
 
 
+def _begun(state: State, frame: Frame, text: bytearray) -> bytes:
+    """What is written of the open item of a guarded array."""
+    return b"" if frame is state.frame and state.mode == "value" else compact(bytes(text[frame.start :]))
+
+
+def _numbers(frame: Frame, head: bytes) -> set[bytes | None]:
+    """The numbers that follow some beginning in the earlier items of a guarded array."""
+    found = (_NUMBER.match(item, len(head)) for item in frame.written if item.startswith(head))
+    return {scalar(number.group()) for number in found if number}
+
+
 @functools.lru_cache(maxsize=4096)
-def _spelled(name: Hashable) -> bytes:
-    """A key as text: with `\\u` and `\\/` never offered, it has one spelling."""
-    return json.dumps(name, ensure_ascii=False).encode()
-
-
-def _scalar(text: bytes) -> Hashable:
-    try:
-        return canon(load(text.decode()))
-    except ValueError:
-        return None
+def _spelled(name: str) -> bytes:
+    return spelled(name)
 
 
 @functools.lru_cache(maxsize=256)

@@ -28,6 +28,7 @@ class Lowered:
         notes: remarks, e.g. a `format` that is only an annotation.
         unique: text of the schema whose `uniqueItems` a guard must enforce, or "".
         distinct_keys: whether a guard must keep the keys of each object distinct.
+        max_whitespace: longest run of whitespace outside strings if the matcher must enforce it, None if the grammar does.
         most_rules, longest_terminals: the keywords (pointer, keyword) that the largest parts of the grammar come from.
     """
 
@@ -36,6 +37,7 @@ class Lowered:
     notes: tuple[str, ...] = ()
     unique: str = ""
     distinct_keys: bool = False
+    max_whitespace: int | None = None
     most_rules: blame.Place = ("", "")
     longest_terminals: blame.Place = ("", "")
 
@@ -50,10 +52,12 @@ def lower_spec(spec: Spec, options: Options) -> Lowered:
         raise LimitExceeded(f"the {spec.kind} has {len(spec.content)} bytes, the limit is {options.limits.max_bytes}")
     match spec.kind:
         case "json_schema" | "json_object":
-            found = lower(spec.content if spec.kind == "json_schema" else '{"type": "object"}', options)
+            content = spec.content if spec.kind == "json_schema" else '{"type": "object"}'
+            found = lower(content, options, count_whitespace=False)
             unique = spec.content if found.guarded else ""
             places = found.most_rules, found.longest_terminals
-            return Lowered("llguidance", found.lark, found.notes, unique, found.distinct_keys, *places)
+            bound = options.max_whitespace or None
+            return Lowered("llguidance", found.lark, found.notes, unique, found.distinct_keys, bound, *places)
         case "regex":
             return Lowered("llguidance", _regex(spec.content))
         case "choice":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from deepinfer_structured.bitmask import Mask, allocate_mask, mask_words, set_only
 from deepinfer_structured.errors import MatcherError
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from deepinfer_structured.engines.base import EngineMatcher
     from deepinfer_structured.guard import Guard
     from deepinfer_structured.vocab import Vocabulary
+    from deepinfer_structured.whitespace import Whitespace
+
+_FARTHEST = 100  # tokens looked ahead
 
 
 class Matcher:
@@ -20,43 +25,72 @@ class Matcher:
 
     The end-of-sequence token counts as an accepted token: it can be accepted where `is_accepting`, ends the matcher
     (`is_terminated`), and can be rolled back like any other.
+
+    Attributes:
+        native: the state inside the grammar library.
+        guard: keeps items and keys distinct where the grammar does not; None where it does.
+        whitespace: bounds whitespace where the grammar does not.
+        vocabulary: what the grammar was compiled for.
+        ended: whether the end-of-sequence token was accepted.
     """
 
-    __slots__ = ("_count", "_ended", "guard", "native", "vocabulary")
+    __slots__ = ("_count", "_nowhere", "_shape", "_ways", "ended", "guard", "native", "vocabulary", "whitespace")
 
-    def __init__(self, native: EngineMatcher, vocabulary: Vocabulary, guard: Guard | None = None) -> None:
+    def __init__(
+        self,
+        native: EngineMatcher,
+        vocabulary: Vocabulary,
+        guard: Guard | None = None,
+        whitespace: Whitespace | None = None,
+    ) -> None:
         self.native = native
         self.guard = guard
+        self.whitespace = whitespace
         self.vocabulary = vocabulary
+        self._nowhere: set[int] | None = None  # tokens taken out of the mask of this place since nothing follows them
+        self._ways: dict[Hashable, bool] = {}  # places of the guard, and whether something can follow there
         self._count = 0  # tokens accepted by the library, without the end-of-sequence token
-        self._ended = False
+        self.ended = False
+        self._shape = (mask_words(vocabulary.size),)
 
     def __len__(self) -> int:
         """Accepted tokens, with the end-of-sequence token."""
-        return self._count + self._ended
+        return self._count + self.ended
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """Accept tokens up to the first forbidden one; returns how many were accepted. Never raises for bad tokens."""
         for i, token in enumerate(token_ids):
-            if self._ended:
+            if self.ended:
                 return i
             if token in self.vocabulary.eos_ids:
                 if not self.native.accepting():
                     return i
-                self._ended = True
-            elif not 0 <= token < len(self.vocabulary.tokens) or not self._accept(token):
+                self.ended = True
+            elif not 0 <= token < len(self.vocabulary.tokens) or not self._goes_on(token):
                 return i
             else:
                 self._count += 1
+                self._nowhere = None
         return len(token_ids)
 
     def _accept(self, token: int) -> bool:
-        if self.native.accept([token]) != 1:
+        whitespace = self.whitespace
+        if whitespace is not None and not whitespace.accept(token):
             return False
-        if self.guard is not None and not self.guard.accept(token):
+        if self.native.accept([token]) == 1:
+            if self.guard is None or self.guard.accept(token):
+                return True
             self.native.rollback(1)
-            return False
-        return True
+        if whitespace is not None:
+            whitespace.rollback(1)
+        return False
+
+    def _take_back(self, count: int) -> None:
+        self.native.rollback(count)
+        if self.guard is not None:
+            self.guard.rollback(count)
+        if self.whitespace is not None:
+            self.whitespace.rollback(count)
 
     def rollback(self, count: int) -> None:
         """Forget the last `count` accepted tokens.
@@ -66,14 +100,14 @@ class Matcher:
         """
         if not 0 <= count <= len(self):
             raise ValueError(f"cannot roll back {count} of {len(self)} accepted tokens")
-        if count and self._ended:
-            self._ended = False
+        if count and self.ended:
+            self.ended = False
             count -= 1
         if count:
-            self.native.rollback(count)
+            self._take_back(count)
             self._count -= count
-            if self.guard is not None:
-                self.guard.rollback(count)
+            self._nowhere = None
+            self._ways.clear()
 
     def fill_mask(self, row: Mask) -> None:
         """Write the mask of the next token into a contiguous int32 row of `ceil(vocabulary.size / 32)` words, in place.
@@ -84,50 +118,83 @@ class Matcher:
             ValueError: a row of another width or type.
             MatcherError: the library hit its limits.
         """
-        if row.shape != (mask_words(self.vocabulary.size),) or row.dtype != "int32" or not row.flags.c_contiguous:
-            raise ValueError(f"expected a contiguous int32 row of {mask_words(self.vocabulary.size)} words")
-        if self.is_terminated:
+        if row.shape != self._shape or row.dtype != np.int32 or not row.flags.c_contiguous:
+            raise ValueError(f"expected a contiguous int32 row of {self._shape[0]} words, got {row.dtype} {row.shape}")
+        if self.ended:
             set_only(row, self.vocabulary.eos_ids)
         else:
             self.native.fill(row)
-            self.restrict(row)
+            if self.narrowed:
+                self.restrict(row)
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether `restrict` may have something to do here."""
+        return self.guard is not None or (self.whitespace is not None and self.whitespace.place > self.whitespace.free)
 
     def restrict(self, row: Mask) -> None:
-        """Take out of a row that the library has filled what the guard forbids, in place.
+        """Take out of a row that the library has filled what the bound on whitespace and the guard forbid, in place.
 
         Raises:
-            MatcherError: nothing is left: the grammar asks for another item where no distinct one is possible.
+            MatcherError: nothing is left: the vocabulary cannot go on without whitespace, or the grammar asks for another
+                item where no distinct one is possible.
         """
+        if self.whitespace is not None and (kept := self.whitespace.kept()) is not None:
+            row &= kept
+            if not row.any():
+                raise MatcherError("every token that may follow goes beyond the longest run of blanks (max_whitespace)")
         if self.guard is None:
             return
         self.guard.restrict(row)
-        dead: set[bytes] = set()
-        clear(row, [token for token in self.guard.along(row) if not self._survives(token, dead)])
-        if not row.any():
+        self._nowhere = {token for token in self.guard.along(row) if not self._survives(token)}
+        clear(row, self._nowhere)
+        if self.guard.idle(row):
             raise MatcherError(
                 "no distinct array item or key is left that the schema allows (uniqueItems, minProperties)"
             )
 
-    def _survives(self, token: int, dead: set[bytes]) -> bool:
-        """Whether something can follow a token after which the key at hand is the beginning of an earlier one.
+    def _goes_on(self, token: int) -> bool:
+        """Whether a token can be accepted and something can follow it, so that a mask offers it."""
+        if self.guard is None:
+            return self._accept(token)
+        if self._nowhere is not None:
+            return token not in self._nowhere and self._accept(token)
+        if not self._accept(token):
+            return False
+        self._take_back(1)  # the guard reads no text that the grammar does not take
+        row = allocate_mask(1, self.vocabulary.size)[0]
+        set_only(row, (token,))
+        return all(self._survives(t) for t in self.guard.along(row)) and self._accept(token)
 
-        Beginnings that nothing can follow are added to `dead`.
+    def _takes(self, tokens: list[int]) -> bool:
+        """Whether the library takes some tokens."""
+        taken = self.native.accept(tokens)
+        self.native.rollback(taken)
+        return taken == len(tokens)
+
+    def _survives(self, token: int, depth: int = 0) -> bool:
+        """Whether something that is no repetition can follow a token; assumed beyond `_FARTHEST` tokens.
+
+        Whitespace is not something, and never the only way to go on.
         """
         assert self.guard is not None
         if not self._accept(token):
             return False
-        written, found = self.guard.written, False
-        if written not in dead:
+        place = self.guard.place
+        found = True if depth >= _FARTHEST else self._ways.get(place)
+        if found is None and any(self._takes(tokens) and self.guard.apart(tokens) for tokens in self.guard.ways()):
+            found = self._ways[place] = True
+        if found is None:
             row = allocate_mask(1, self.vocabulary.size)[0]
             self.native.fill(row)
+            if self.whitespace is not None and (kept := self.whitespace.kept()) is not None:
+                row &= kept
             self.guard.restrict(row)
             further = self.guard.along(row)
             clear(row, further)
-            found = bool(row.any()) or any(self._survives(t, dead) for t in further)
-            if not found:
-                dead.add(written)
-        self.native.rollback(1)
-        self.guard.rollback(1)
+            found = not self.guard.idle(row) or any(self._survives(t, depth + 1) for t in further)
+            self._ways[place] = found
+        self._take_back(1)
         return found
 
     def fill_draft_masks(self, draft: Sequence[int], rows: Mask) -> int:
@@ -170,22 +237,24 @@ class Matcher:
     def forced_tokens(self) -> list[int]:
         """Tokens that must come next because the grammar leaves one continuation; may be empty."""
         forced = [] if self.is_terminated else self.native.forced()
+        # Whitespace is never forced, so no forced token breaks its bound: outside strings there is always another way.
         return forced if self.guard is None else forced[: self.allows(forced)]
 
     @property
     def is_accepting(self) -> bool:
         """Whether the text may end here: an end-of-sequence token would be accepted."""
-        return not self._ended and self.native.accepting()
+        return not self.ended and self.native.accepting()
 
     @property
     def is_terminated(self) -> bool:
         """Whether nothing but the end of the sequence can follow."""
-        return self._ended or self.native.stopped()
+        return self.ended or self.native.stopped()
 
     def clone(self) -> Matcher:
         """An independent copy in the same state."""
-        other = Matcher(self.native.clone(), self.vocabulary, self.guard and self.guard.clone())
-        other._count, other._ended = self._count, self._ended
+        whitespace = self.whitespace and self.whitespace.clone()
+        other = Matcher(self.native.clone(), self.vocabulary, self.guard and self.guard.clone(), whitespace)
+        other._count, other.ended = self._count, self.ended
         return other
 
     def mask(self) -> Mask:

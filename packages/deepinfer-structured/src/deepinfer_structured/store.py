@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from deepinfer_structured.config import Options
 from deepinfer_structured.engines import llguidance
@@ -48,9 +49,9 @@ class GrammarStore:
         """The stored grammar, or None."""
         try:
             value = json.loads(self._path(spec, options).read_text(encoding="utf-8"))
-            return Lowered(
-                value["engine"], value["text"], tuple(value["notes"]), value["unique"], value["distinct_keys"]
-            )
+            pairs = {name: tuple(value[name]) for name in ("notes", "most_rules", "longest_terminals")}
+            fields: dict[str, Any] = {**value, **pairs}
+            return Lowered(**fields)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

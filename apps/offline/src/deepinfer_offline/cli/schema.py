@@ -10,7 +10,7 @@ import typer
 from deepinfer_structured import Options, Spec, StructuredError, UnsupportedSchema, Vocabulary, compile_spec
 from deepinfer_structured.config import OnUnsupported, PropertyOrder
 
-from deepinfer_offline.schema.score import Score
+from deepinfer_offline.schema.score import CaseError, Score
 from deepinfer_offline.schema.score import score as score_file
 
 app = typer.Typer(no_args_is_help=True, help="Check a JSON schema, or score schema enforcement on a set of schemas.")
@@ -36,7 +36,7 @@ def check(
     if as_json:
         typer.echo(json.dumps(found, ensure_ascii=False))
     elif found["enforced"]:
-        typer.echo(f"{file}: enforced in full")
+        typer.echo(f"{file}: enforced {'in full' if found['in_full'] else 'but for what the notes name'}")
         for note in found["notes"]:
             typer.echo(f"  note: {note}")
     else:
@@ -52,7 +52,8 @@ def _check(file: Path, options: Options) -> dict[str, Any]:
         kind = "unsupported" if isinstance(error, UnsupportedSchema) else type(error).__name__
         named = ("pointer", "keyword", "reason", "way_out") if getattr(error, "keyword", "") else ()
         return {"enforced": False, "error": kind, "message": str(error), **{n: getattr(error, n) for n in named}}
-    return {"enforced": True, "engine": grammar.engine, "notes": list(grammar.notes)}
+    in_full = not any(note.startswith("not enforced") for note in grammar.notes)
+    return {"enforced": True, "in_full": in_full, "engine": grammar.engine, "notes": list(grammar.notes)}
 
 
 @app.command()
@@ -72,7 +73,13 @@ def score(
 
     Example: deepinfer schema score maskbench.jsonl.gz --json
     """
-    found = score_file(file, Options(property_order=property_order), processes=processes, seconds=seconds, limit=limit)
+    options = Options(property_order=property_order)
+    try:
+        found = score_file(file, options, processes=processes, seconds=seconds, limit=limit)
+    except (CaseError, UnicodeDecodeError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="FILE") from None
+    if not found.total:
+        raise typer.BadParameter(f"{file} holds no cases", param_hint="FILE")
     report = found.report()
     if not failures:
         del report["failures"]

@@ -253,8 +253,9 @@ class DraftsBlocks(Protocol):
         tables: torch.Tensor,
         cache: Any,
         choose: DraftChooser,
+        longest: int,
     ) -> DraftedBlocks:
-        """Draft one block a sequence. Reads the context before each anchor; changes nothing.
+        """Draft one block a sequence. Reads the context before each anchor; changes nothing, and does not wait for the device.
 
         Args:
             anchors: int64 [R], the last known tokens.
@@ -262,7 +263,23 @@ class DraftsBlocks(Protocol):
             tables: int64 [R, columns], block tables of `draft_group`, up to the anchor's block.
             cache: from `allocate_cache`.
             choose: see there; called once a column, in order.
+            longest: upper bound of `positions`, known on the host.
         """
+        ...
+
+
+@runtime_checkable
+class TakesBounds(Protocol):
+    """A model whose `forward` takes the lengths of rows from the device alone.
+
+    Of `HostBatch` it uses shapes, flags and upper bounds: how tokens are spread over decode rows may be another there than in
+    `query_starts` and `seq_lens` on the device (no row is longer than the longest on the host), and `seq_lens` may be too high.
+    Rows that compute prompts are exact.
+    """
+
+    @property
+    def takes_bounds(self) -> bool:
+        """Whether it is so with the ops that were chosen."""
         ...
 
 

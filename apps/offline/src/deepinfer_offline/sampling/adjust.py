@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -67,24 +69,49 @@ def apply_penalties(logits: torch.Tensor, rows: np.ndarray, batch: SamplingBatch
     """
     assert batch.tokens is not None
     slots = batch.slots[rows]
-    ends, starts = batch.positions[rows], table.prompt_len[slots]
-    index, width = _to(rows, logits), int(ends.max())
+    ends = batch.positions[rows]
+    index = _to(rows, logits)
+    tokens = batch.tokens[_to(slots, logits), : int(ends.max())].long()
+    penalties = Penalties.of(table, slots, logits.device)
+    logits[index] = penalise(logits[index], tokens, _to(ends, logits), penalties)
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """The penalties of n rows on the logits' device: `answers` int64 [n], where each answer begins; the rest float32 [n]."""
+
+    answers: torch.Tensor
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+
+    @classmethod
+    def of(cls, table: SamplingTable, slots: np.ndarray, device: torch.device) -> Penalties:
+        """Those of the sequences in these slots; neutral where they have none."""
+        columns = (table.prompt_len, table.repetition, table.frequency, table.presence)
+        return cls(*upload([column[slots] for column in columns], device))
+
+    def take(self, rows: torch.Tensor) -> Penalties:
+        """Those of int64 [m] rows."""
+        return Penalties(self.answers[rows], self.repetition[rows], self.frequency[rows], self.presence[rows])
+
+
+def penalise(logits: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor, penalties: Penalties) -> torch.Tensor:
+    """Logits float32 [n, vocab] after penalties for int64 [n, width] tokens, of which the first `ends` int64 [n] count."""
     vocab = logits.shape[-1]
-    tokens = batch.tokens[_to(slots, logits), :width].long()
-    place = torch.arange(width, device=logits.device)
-    before = place < _to(ends, logits)[:, None]
-    answered = before & (place >= _to(starts, logits)[:, None])
+    place = torch.arange(tokens.shape[1], device=logits.device)
+    before = place < ends[:, None]
+    answered = before & (place >= penalties.answers[:, None])
     # Places that do not count repeat the row's first token: what is written there twice is the same.
     tokens = torch.where(before & (tokens >= 0) & (tokens < vocab), tokens, tokens[:, :1])
-    counts = torch.zeros((len(rows), vocab), dtype=torch.float32, device=logits.device)
+    counts = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
     count = counts.scatter_add_(1, tokens, answered.float()).gather(1, tokens)
-    picked = logits[index]
-    values = picked.gather(1, tokens)
-    repetition = _to(table.repetition[slots], logits)[:, None]
+    values = logits.gather(1, tokens)
+    repetition = penalties.repetition[:, None]
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values = values - count * _to(table.frequency[slots], logits)[:, None]
-    values = values - (count > 0) * _to(table.presence[slots], logits)[:, None]
-    logits[index] = picked.scatter_(1, tokens, values)
+    values = values - count * penalties.frequency[:, None]
+    values = values - (count > 0) * penalties.presence[:, None]
+    return logits.scatter(1, tokens, values)
 
 
 def _flatten(rows: np.ndarray, lists: list[np.ndarray], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

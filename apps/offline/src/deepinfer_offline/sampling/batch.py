@@ -119,6 +119,11 @@ class Logprobs:
     top_ids: torch.Tensor
     top_values: torch.Tensor
 
+    def take(self, places: np.ndarray) -> Logprobs:
+        """Those at the given places, int64 [k]; for tensors on the host."""
+        values = (self.chosen, self.ranks, self.top_ids, self.top_values)
+        return Logprobs(self.rows[places], *(value[torch.from_numpy(places)] for value in values))
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:

@@ -27,22 +27,35 @@ def draw(logits: torch.Tensor, table: SamplingTable, slots: np.ndarray, position
     Returns:
         int64 [n].
     """
-    numbers = uniform(table.seed[slots], positions)
-    if logits.is_cuda and supports("sample")(str(logits.device), logits.dtype) is None:
-        return _draw_fused(logits, table, slots, numbers)
-    weights = filtered_weights(logits, table, slots)
-    return pick(weights, upload([numbers], logits.device)[0])
+    filters = used_filters(table, slots)
+    numbers, heat, *columns = upload(
+        [uniform(table.seed[slots], positions), table.temperature[slots], *filters.values()], logits.device
+    )
+    fused = draw_fused(logits, heat, numbers, dict(zip(filters, columns, strict=True)))
+    return fused if fused is not None else pick(filtered_weights(logits, table, slots), numbers)
 
 
-def _draw_fused(logits: torch.Tensor, table: SamplingTable, slots: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
-    """The same by one kernel package's filters, which search for the limits instead of sorting."""
+def draw_fused(
+    logits: torch.Tensor, temperature: torch.Tensor, numbers: torch.Tensor, filters: dict[str, torch.Tensor]
+) -> torch.Tensor | None:
+    """The draw by one kernel package's filters, which search for the limits instead of sorting; None where there is none.
+
+    Args:
+        logits: float32 [n, vocab].
+        temperature: float32 [n].
+        numbers: float64 [n].
+        filters: `min_p` float32 [n], `top_k` int64 [n], `top_p` float32 [n], those that change anything.
+    """
+    if not logits.is_cuda or supports("sample")(str(logits.device), logits.dtype) is not None:
+        return None
+    return kernels().sample(logits, temperature, numbers, **filters)
+
+
+def used_filters(table: SamplingTable, slots: np.ndarray) -> dict[str, np.ndarray]:
+    """The filter columns of these slots that change anything."""
     columns = {"min_p": table.min_p[slots], "top_k": table.top_k[slots], "top_p": table.top_p[slots]}
     neutral = {"min_p": 0, "top_k": 0, "top_p": 1}
-    used = [name for name, column in columns.items() if (column != neutral[name]).any()]
-    heat, there, *filters = upload(
-        [table.temperature[slots], numbers, *(columns[name] for name in used)], logits.device
-    )
-    return kernels().sample(logits, heat, there, **dict(zip(used, filters, strict=True)))
+    return {name: column for name, column in columns.items() if (column != neutral[name]).any()}
 
 
 def filtered_weights(logits: torch.Tensor, table: SamplingTable, slots: np.ndarray) -> torch.Tensor:
@@ -51,9 +64,7 @@ def filtered_weights(logits: torch.Tensor, table: SamplingTable, slots: np.ndarr
     The likeliest token weighs 1. Ties with the last kept token are kept, so the result does not depend on a sort.
     """
     device = logits.device
-    # 2^x instead of e^x: MKL's e^x takes 4 to 20 times as long where the result is 0 or nearly 0, as forbidden tokens' is.
-    scale = torch.from_numpy((_LOG2_E / table.temperature[slots]).astype(np.float32)).to(device, non_blocking=True)
-    weights = (logits - logits.amax(dim=-1, keepdim=True)).mul_(scale[:, None]).exp2_()
+    weights = scaled_weights(logits, torch.from_numpy(table.temperature[slots]).to(device, non_blocking=True))
     floor = table.min_p[slots]
     if (floor > 0).any():
         limit = torch.from_numpy(floor).to(device, non_blocking=True)[:, None]
@@ -65,9 +76,21 @@ def filtered_weights(logits: torch.Tensor, table: SamplingTable, slots: np.ndarr
     return weights
 
 
+def scaled_weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Unnormalised probabilities at float32 [n] temperatures, the likeliest token weighs 1."""
+    # 2^x instead of e^x: MKL's e^x takes 4 to 20 times as long where the result is 0 or nearly 0, as forbidden tokens' is.
+    scale = torch.full_like(temperature, _LOG2_E) / temperature
+    return (logits - logits.amax(dim=-1, keepdim=True)).mul_(scale[:, None]).exp2_()
+
+
+def selects(weights: torch.Tensor) -> bool:
+    """Whether limits are counted on the host (`select_limits`), which a large vocabulary on a CPU is."""
+    return weights.device.type == "cpu" and weights.shape[-1] > _SORTED
+
+
 def _threshold(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
     """The smallest weight that each row keeps, float32 [n, 1]. Rows without either filter keep all."""
-    if weights.device.type != "cpu" or weights.shape[-1] <= _SORTED:
+    if not selects(weights):
         return sorted_limits(weights, top_k, top_p)
     limits = np.zeros(len(top_k), np.float32)
     rows = np.flatnonzero((top_k > 0) | (top_p < 1))
@@ -78,14 +101,30 @@ def _threshold(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> t
 
 def sorted_limits(weights: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray) -> torch.Tensor:
     """The same by sorting, without a decision that the host would have to wait for: the accelerator's way."""
-    device, vocab = weights.device, weights.shape[-1]
-    if (top_p < 1).any():
+    device = weights.device
+    most = None if (top_p < 1).any() else max(1, int(top_k.max()))
+    there = [torch.from_numpy(column).to(device, non_blocking=True) for column in (top_k, top_p.astype(np.float64))]
+    return ordered_limits(weights, there[0], there[1], most)
+
+
+def ordered_limits(
+    weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, most: int | None = None
+) -> torch.Tensor:
+    """Limits from the weights in order, float32 [n, 1].
+
+    Args:
+        weights: float32 [n, vocab].
+        top_k: int64 [n], 0 keeps all.
+        top_p: float64 [n].
+        most: the largest `top_k` where no row has a `top_p`: the others need not be in order.
+    """
+    vocab = weights.shape[-1]
+    if most is None:
         ordered = weights.sort(dim=-1, descending=True).values
     else:
-        ordered = weights.topk(max(1, int(top_k.max())), dim=-1).values
+        ordered = weights.topk(most, dim=-1).values
     width = ordered.shape[-1]
-    kept = torch.from_numpy(np.where(top_k > 0, top_k, vocab)).to(device, non_blocking=True)[:, None]
-    share = torch.from_numpy(top_p.astype(np.float64)).to(device, non_blocking=True)[:, None]
+    kept, share = torch.where(top_k > 0, top_k, vocab)[:, None], top_p[:, None]
     by_k = torch.where(kept <= width, ordered.gather(1, (kept - 1).clamp(max=width - 1)), 0.0)
     sums = torch.where(ordered >= by_k, ordered, 0).cumsum(dim=-1, dtype=torch.float64)
     first = (sums >= share * sums[:, -1:]).to(torch.uint8).argmax(dim=-1, keepdim=True)

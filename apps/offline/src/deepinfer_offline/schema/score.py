@@ -60,13 +60,44 @@ class Score:
         return values
 
 
+class CaseError(ValueError):
+    """A file of cases cannot be read; the message names the file, the line and what a line must be."""
+
+
 def read_cases(path: Path) -> Iterator[dict[str, Any]]:
-    """The cases of a JSON-lines file, plain or gzipped: `{name, schema, tests: [{valid, data}]}` a line."""
+    """The cases of a JSON-lines file, plain or gzipped: `{name, schema, tests: [{valid, data}]}` a line.
+
+    Raises:
+        CaseError: a line is something else.
+    """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8", newline="\n") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             if line.strip():
-                yield json.loads(line)
+                try:
+                    yield _case(line)
+                except ValueError as error:
+                    form = "{name, schema, tests: [{valid, data}]}"
+                    raise CaseError(f"{path}: line {number}: {error}; a line is {form}") from None
+
+
+def _case(line: str) -> dict[str, Any]:
+    """The case of a line. Raises ValueError, which says what is wrong with it."""
+    try:
+        case = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(case, dict):
+        raise ValueError("not an object")
+    missing = [name for name in ("name", "schema", "tests") if name not in case]
+    if missing:
+        raise ValueError(f"no {missing[0]!r}")
+    tests = case["tests"]
+    if not isinstance(tests, list) or not all(
+        isinstance(test, dict) and isinstance(test.get("valid"), bool) and "data" in test for test in tests
+    ):
+        raise ValueError("'tests' is no list of {valid: true or false, data}")
+    return case
 
 
 def score_case(case: dict[str, Any], options: Options) -> Verdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 
@@ -10,13 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 _GRID = np.unique(np.round(2.0 ** np.arange(0, 12.01, 0.5)).astype(np.int64))  # 1, 2, 3, 4, 6, 8, 11, 16, ...
+_BETWEEN = np.sqrt(_GRID[1:] * _GRID[:-1]).tolist()  # where the next point of the grid becomes the nearest, by ratio
 _WINDOW = 15  # measurements kept per point
 _ENOUGH = 3  # measurements from which a median is believed; also what the smooth line weighs against a point's own
+_DOUBTED = (
+    1.5  # times the guess: what fewer measurements are believed at most, or one step that was held up ends all tries
+)
+_OLD = (
+    256  # steps after which a load's drafts are believed to be that dear no more: where they look dear nobody measures
+)
 _STALE = 16
 _NEAR = 1.25  # row counts within this ratio cost about the same per row
+_FAR = 2.0  # and within this one enough for a gain that leaves no doubt
+_MODEST = 1.35  # gain below which what it is measured against must be known well
+_OFTEN, _RARELY = 32, 128  # steps of a size between two without drafts, for modest and for larger gains
 _PLAIN_WINDOW = 7  # the same for plain steps, which are measured rarely while speculation is on
 _HOST_SHARE = 0.06
-_PRIOR_ROWS = 16  # before anything is known a draft costs as much as a row among this many
+_KEPT = 8  # steps that an answer is kept at most
+_PRIOR_ROWS = (
+    16  # before anything is known a draft costs as much as a row among this many more; also the rows that hide half
+)
 
 
 def _median(values: Iterable[float]) -> float:
@@ -54,20 +68,24 @@ class _Extra:
         self._kinks: tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]] | None = None
 
     def add(self, drafts: int, seconds: float) -> None:
-        place = int(np.argmin(np.abs(np.log(_GRID / drafts))))
+        place = bisect_right(_BETWEEN, drafts)
         self._coarse.add(place, seconds * float(_GRID[place]) / drafts)
         self._exact.add(drafts, seconds)
         self._kinks = None
 
-    def line(self, guess: NDArray[np.float64], most: int) -> NDArray[np.float64]:
+    def line(self, guess: NDArray[np.float64], most: int, old: bool = False) -> NDArray[np.float64]:
         """float64 [most + 1]. `guess`: seconds on the grid before anything was measured; it gives the unmeasured part its
-        shape, the nearest measured points its level.
+        shape, the nearest measured points its level. `old`: what was measured may be true no more.
         """
         places = np.array(sorted(self._coarse.values))
         if places.size:
             ratios = np.array([self._coarse.values[int(p)] for p in places]) / guess[places]
+            few = np.array([old or self._coarse.count(int(p)) < _ENOUGH for p in places])
+            ratios = np.where(few, np.minimum(ratios, _DOUBTED), ratios)
             guess = guess * np.interp(np.arange(_GRID.size), places, ratios)
         line = np.interp(np.arange(most + 1), np.append(0, _GRID), np.append(0.0, guess))
+        if old:
+            return line
         points, medians, counts = self._points()
         inside = points <= most
         points, medians, weight = points[inside], medians[inside], counts[inside]
@@ -86,10 +104,10 @@ class _Extra:
 
 
 class _Plain:
-    """Seconds of steps without drafts by their rows: medians over ranges of half an octave, linear between them.
+    """Seconds of steps without drafts by their rows: a typical one for ranges of half an octave, linear between them.
 
-    Of an even number the lower middle one: other programs only ever make a step slower, and what makes plain steps look
-    slow keeps speculation on where it does not pay.
+    Not medians but lower thirds: other programs only ever make a step slower, and what makes plain steps look slow keeps
+    speculation on where it does not pay.
     """
 
     def __init__(self) -> None:
@@ -111,7 +129,7 @@ class _Plain:
             ranges = sorted(self._samples.items())
             self._line = (
                 [sum(rows for rows, _ in samples) / len(samples) for _, samples in ranges],
-                [sorted(seconds for _, seconds in samples)[(len(samples) - 1) // 2] for _, samples in ranges],
+                [sorted(seconds for _, seconds in samples)[(len(samples) - 1) // 3] for _, samples in ranges],
             )
         sizes, seconds = self._line
         return seconds[-1] * rows / sizes[-1] if rows > sizes[-1] else float(np.interp(rows, sizes, seconds))
@@ -134,22 +152,31 @@ class StepCosts:
         self._unchecked: dict[int, int] = {}  # rows -> steps with drafts since a plain one like them
         self._step = 0
         self._extra: dict[int, _Extra] = {}
+        self._extra_seen: dict[int, tuple[int, int]] = {}  # load -> measurements, step of the last one
         self._host = _Medians()
+        self._kept: dict[
+            tuple[int, int], tuple[int, NDArray[np.float64]]
+        ] = {}  # answers, and the steps they are good until
 
     @property
     def known(self) -> bool:
         """Whether any step without drafts was measured."""
         return bool(self._ahead) or bool(self._alone)
 
-    def needs_plain(self, rows: int, fresh: int = 64) -> bool:
-        """Whether a step without drafts should be run to know what speculation is measured against: nothing like it was
-        measured (twice), not for `fresh` steps like it, or not for `_STALE` times as many of any kind.
+    def needs_plain(self, rows: int, gain: float = 1.0) -> bool:
+        """Whether a step without drafts should be run to know what a `gain` is measured against.
+
+        One is wanted where nothing like it was measured twice, or not for some steps like it, or not for many of any kind;
+        the larger the gain, the less: what would be decided alike with another price need not be priced better.
         """
-        near = [seen for size, seen in self._plain_seen.items() if _alike(size, rows)]
-        if sum(count for count, _ in near) < 2:
+        doubtful = gain < _MODEST
+        near = _NEAR if doubtful and not self._between(rows) else _FAR
+        seen = [seen for size, seen in self._plain_seen.items() if _alike(size, rows, near)]
+        if sum(count for count, _ in seen) < 2:
             return True
-        unchecked = sum(steps for size, steps in self._unchecked.items() if _alike(size, rows))
-        return unchecked > fresh or self._step - max(step for _, step in near) > _STALE * fresh
+        fresh = _OFTEN if doubtful else _RARELY
+        unchecked = sum(steps for size, steps in self._unchecked.items() if _alike(size, rows, near))
+        return unchecked > fresh or self._step - max(step for _, step in seen) > _STALE * fresh
 
     def ahead(self, rows: int) -> float:
         """Seconds that a step of `rows` sequences takes the loop that runs ahead; 0 when nothing was measured.
@@ -161,14 +188,29 @@ class StepCosts:
         bound = self._alone.at(rows) + self.host_seconds(rows)
         return min(self._ahead.at(rows), bound) if self._ahead else bound
 
+    def least(self, rows: int) -> float:
+        """What speculation must beat: `ahead`, but where that is bounded by a synchronous step, a part of the host's time is
+        taken to be hidden by the other loop: next to none where steps are short and two busy cores do both, most where they are
+        long.
+        """
+        seen = _PRIOR_ROWS / (rows + _PRIOR_ROWS)
+        return min(self.ahead(rows), self.alone(rows) + seen * self.host_seconds(rows))
+
     def alone(self, rows: int) -> float:
-        """Seconds of a synchronous step of `rows` sequences without drafts; 0 when nothing was measured."""
-        return self._alone.at(rows) if self._alone else self._ahead.at(rows)
+        """Seconds of a synchronous step of `rows` sequences without drafts; 0 when nothing was measured.
+
+        Never more than a step of the other loop, which bounds it where only fewer rows were measured.
+        """
+        if not self._alone:
+            return self._ahead.at(rows)
+        return min(self._alone.at(rows), self._ahead.at(rows)) if self._ahead else self._alone.at(rows)
 
     def extra(self, rows: int, most: int) -> NDArray[np.float64]:
         """float64 [most + 1]: what 0..most drafts add to a step of `rows` sequences, seconds."""
         guess = _GRID * np.float64(self.alone(rows) / (rows + _PRIOR_ROWS))
-        return self._extra.get(load_of(rows), _NOTHING).line(guess, most)
+        load = load_of(rows)
+        old = self._step - self._extra_seen.get(load, _NEVER)[1] > _OLD
+        return self._extra.get(load, _NOTHING).line(guess, most, old)
 
     def host_seconds(self, rows: int) -> float:
         """Time between two synchronous steps that the other loop would hide; a share of a plain step until measured."""
@@ -179,8 +221,15 @@ class StepCosts:
         return max([_HOST_SHARE * self.alone(rows), *below[-1:]])
 
     def synchronous(self, rows: int, most: int) -> NDArray[np.float64]:
-        """float64 [most + 1], seconds from one synchronous step to the next with 0..most drafts."""
-        return self.alone(rows) + self.extra(rows, most) + self.host_seconds(rows)
+        """float64 [most + 1], seconds from one synchronous step to the next with 0..most drafts. Not to be written: the more
+        steps were measured, the longer the answer is kept, since one more hardly moves a median.
+        """
+        kept = self._kept.get((rows, most))
+        if kept is None or self._step >= kept[0]:
+            seconds = self.alone(rows) + self.extra(rows, most) + self.host_seconds(rows)
+            good_for = min(_KEPT, self._extra_seen.get(load_of(rows), _NEVER)[0] // _KEPT)
+            kept = self._kept[rows, most] = self._step + good_for, seconds
+        return kept[1]
 
     def fixed_share(self, rows: int) -> float:
         """Share of a plain step's time, 0..1, that it would take with hardly any rows: reading the weights."""
@@ -208,7 +257,9 @@ class StepCosts:
         self._step += 1
         self._unchecked[rows] = self._unchecked.get(rows, 0) + 1
         if self.known:
-            self._extra.setdefault(load_of(rows), _Extra()).add(drafts, max(0.0, seconds - self.alone(rows)))
+            load = load_of(rows)
+            self._extra_seen[load] = self._extra_seen.get(load, _NEVER)[0] + 1, self._step
+            self._extra.setdefault(load, _Extra()).add(drafts, max(0.0, seconds - self.alone(rows)))
 
     def observe_host(self, rows: int, seconds: float, step_seconds: float) -> None:
         """Take in the time from one step's end to the next one's start in the synchronous loop.
@@ -217,6 +268,11 @@ class StepCosts:
         """
         if 0.0 < seconds < step_seconds:
             self._host.add(load_of(rows), seconds)
+
+    def _between(self, rows: int) -> bool:
+        """Whether plain steps of fewer and of more sequences were measured, neither far from `rows`."""
+        sizes = [size for size in self._plain_seen if _alike(size, rows, _FAR)]
+        return bool(sizes) and min(sizes) <= rows <= max(sizes)
 
     def _see_plain(self, rows: int) -> None:
         self._step += 1
@@ -227,12 +283,12 @@ class StepCosts:
                 self._unchecked[size] = 0
 
 
-def _alike(size: int, rows: int) -> bool:
-    """Whether steps of `size` and of `rows` sequences cost about the same per row."""
-    return size <= rows * _NEAR and rows <= size * _NEAR
+def _alike(size: int, rows: int, near: float = _NEAR) -> bool:
+    """Whether `size` and `rows` are within the ratio `near`."""
+    return size <= rows * near and rows <= size * near
 
 
-_NOTHING = _Extra()
+_NOTHING, _NEVER = _Extra(), (0, 0)
 
 
 def load_of(rows: int) -> int:

@@ -18,24 +18,30 @@ class Texts:
         token_ids: int64 [B, T].
         features: [B, T, m * hidden], concatenated taps.
         last_hidden: [B, T, hidden], what the LM head reads.
-        trainable: bool [B, T], tokens that the target generated (prompts and padding are not drafted).
+        trainable: bool [B, T], tokens that the target generated and the last one of the prompt, the first one's anchor.
+        finished: bool [B], texts that the target ended itself; others were cut off.
     """
 
     token_ids: Tensor
     features: Tensor
     last_hidden: Tensor
     trainable: Tensor
+    finished: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOutputs:
-    """N blocks a text: logits [B * N, K, V] of draft and target, labels, raw confidences, and which columns count [B * N, K]."""
+    """N blocks a text: logits [B * N, K, V] of draft and target, labels, raw confidences, and which columns count [B * N, K].
+
+    `over` marks the column after a text's end: nothing is kept there, which is all that it teaches.
+    """
 
     draft_logits: Tensor
     target_logits: Tensor
     labels: Tensor
     confidence: Tensor
     valid: Tensor
+    over: Tensor
 
 
 def sample_anchors(trainable: Tensor, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -73,6 +79,11 @@ def run_blocks(model: DSparkModel, target: TargetParts, texts: Texts, anchors: T
     previous = texts.token_ids.gather(1, at.clamp(max=length - 1)).view(flat)
     labels = texts.token_ids.gather(1, label_at).view(flat)
     good = (inside & texts.trainable.gather(1, label_at)).view(flat) & real.flatten()[:, None]
+    valid = good.long().cumprod(1).bool()
+    last = (texts.trainable * (places + 1)).amax(1) - 1
+    over = (texts.finished[:, None] & (at == last[:, None])).view(flat)
+    over[:, 1:] &= valid[:, :-1]
+    over[:, 0] = False
     wanted = texts.last_hidden.gather(
         1, at.clamp(max=length - 1)[..., None].expand(-1, -1, texts.last_hidden.shape[-1])
     )
@@ -81,5 +92,6 @@ def run_blocks(model: DSparkModel, target: TargetParts, texts: Texts, anchors: T
         target_logits=model.base_logits(wanted, target).view(*flat, -1),
         labels=labels,
         confidence=model.confidence_logits(hidden, previous),
-        valid=good.long().cumprod(1).bool(),
+        valid=valid,
+        over=over,
     )

@@ -6,104 +6,191 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from deepinfer_specdec.dspark.model import DSparkModel
-from deepinfer_specdec.scheduling.calibration import TemperatureScaling, cumulative_errors, fit_sts
-from deepinfer_specdec.train.blocks import run_blocks, sample_anchors
-from deepinfer_specdec.train.data import Text, collate
-from deepinfer_specdec.train.losses import acceptance
+from deepinfer_specdec.errors import SpecDecodeError
+from deepinfer_specdec.scheduling.calibration import (
+    Fit,
+    TemperatureScaling,
+    chance_errors,
+    expected_calibration_error,
+    fit_scaling,
+    fit_sts,
+)
+from deepinfer_specdec.train.agreement import Rule
+from deepinfer_specdec.train.data import Text
 from deepinfer_specdec.train.target import Target
+from deepinfer_specdec.train.walk import Blocks, walk
+
+BAR = 0.02  # calibration error of the cumulative survival to stay under
+_SURPRISING = 0.15  # nats a token; at temperature 0 one token in a hundred, more than near-ties make
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A way to scale the head, measured on texts that it was not fitted on.
+
+    Attributes:
+        name: for people.
+        scaling: fitted on all blocks.
+        errors: ECE of the cumulative survival by position [K]. Each half of the texts is scaled by a fit on the other half.
+        chance: what `errors` would be if the scaled head were right [K]: a few blocks in a bin differ from their mean.
+        chance_most: what it would stay under 19 times in 20 [K].
+    """
+
+    name: str
+    scaling: TemperatureScaling
+    errors: NDArray[np.float64]
+    chance: NDArray[np.float64]
+    chance_most: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Numbers by position (0 is the first draft) over held-out blocks.
+    """Numbers by position (0 is the first draft) over the blocks of held-out texts.
 
     Attributes:
-        acceptance: probability of acceptance given that the earlier ones were.
-        survival: probability that the position and all before it are accepted.
-        accepted_length: expected tokens per verification step, the bonus included.
-        ece_before, ece_after: calibration error of the head's cumulative survival, raw and after STS.
-        ece_chance: what `ece_after` would be if the scaled head were right: a few blocks in a bin differ from their mean.
-        scaling: the temperatures; fitted on one half of the blocks, the errors are of the other half.
-        blocks: how many.
+        rule: the verification that decided what is kept.
+        acceptance: share of the drafts kept whose predecessors were.
+        survival: share of the blocks of which the position and all before it are kept.
+        accepted_length: tokens per verification step, the bonus included.
+        raw, sts, offset: calibration of the head as it is, with STS, and with an offset beside each temperature.
+        blocks, texts: how many.
+        surprise: mean of `Blocks.surprise` and its standard error, in nats.
     """
 
+    rule: Rule
     acceptance: NDArray[np.float64]
     survival: NDArray[np.float64]
     accepted_length: float
-    ece_before: NDArray[np.float64]
-    ece_after: NDArray[np.float64]
-    ece_chance: NDArray[np.float64]
-    scaling: TemperatureScaling
+    raw: Calibration
+    sts: Calibration
+    offset: Calibration
     blocks: int
+    texts: int
+    surprise: tuple[float, float]
+
+    @property
+    def best(self) -> Calibration:
+        """STS, unless offsets err less on texts that they were not fitted on, by more than chance makes.
+
+        Of rejection sampling always STS: vLLM's adapter takes temperatures alone.
+        """
+        if self.rule.method == "standard":
+            return self.sts
+        gained = float((self.sts.errors - self.offset.errors).max())
+        lost = float((self.offset.errors - self.sts.errors).max())
+        return self.offset if gained > max(lost, float(self.offset.chance.max()) / 2) else self.sts
 
     def table(self) -> str:
         """For people."""
-        lines = ["position  acceptance  survival  ECE before  ECE after STS  by chance  temperature"]
+        lines = [
+            "          acceptance  survival  ECE before  ECE after STS  with offset    by chance (95%)  temperature"
+        ]
+        scaled = self.best
         for k in range(self.survival.size):
+            errors = f"{_percent(self.raw, k)}  {_percent(self.sts, k):>12}  {_percent(self.offset, k):>12}"
             lines.append(
-                f"{k + 1:8}  {self.acceptance[k]:10.3f}  {self.survival[k]:8.3f}  {100 * self.ece_before[k]:9.2f}%"
-                f"  {100 * self.ece_after[k]:12.2f}%  {100 * self.ece_chance[k]:8.2f}%  {self.scaling.temperatures[k]:11.2f}"
+                f"draft {k + 1:2}  {self.acceptance[k]:10.3f}  {self.survival[k]:8.3f}  {errors:>38}"
+                f"  {100 * scaled.chance[k]:9.2f}% ({100 * scaled.chance_most[k]:.2f}%)  {scaled.scaling.temperatures[k]:11.2f}"
             )
-        lines.append(f"accepted length {self.accepted_length:.3f} (bonus included) over {self.blocks} blocks")
-        return "\n".join(lines)
+        rule = f"{self.rule.method} verification at temperature {self.rule.temperature:g}"
+        lines.append(f"accepted length {self.accepted_length:.3f} (bonus included) over {self.blocks} blocks, {rule}")
+        return "\n".join([*lines, self.verdict(), *self.doubts()])
+
+    def verdict(self) -> str:
+        """Whether the calibration is good enough, or too little was seen to tell. Chance only adds to an ECE."""
+        found = self.best
+        worst = int(found.errors.argmax())
+        says = f"calibration error {100 * found.errors[worst]:.2f}% at draft {worst + 1} ({found.name}, the largest)"
+        if found.errors[worst] <= BAR:
+            return f"{says}: within {100 * BAR:.0f}%"
+        if 2.0 * found.chance.max() > BAR:
+            more = (2.0 * found.chance.max() / BAR) ** 2
+            return (
+                f"{says}: {self.blocks} blocks are too few to tell, chance alone makes {100 * found.chance.max():.2f}%; "
+                f"hold out {more:.1f} times as many tokens to know {100 * BAR:.0f}%"
+            )
+        return f"{says}: above {100 * BAR:.0f}%, of which chance makes {100 * found.chance[worst]:.2f}%"
+
+    def doubts(self) -> list[str]:
+        """Reasons not to believe the figures."""
+        mean, error = self.surprise
+        if abs(mean) < max(_SURPRISING, 6.0 * error):
+            return []
+        heat = f"answers of this target at temperature {self.rule.temperature:g}"
+        how = f"{abs(mean):.2f} nats a token {'less' if mean > 0.0 else 'more'} likely than {heat}"
+        return [f"warning: the held-out texts are {how}: made by another model or temperature, or with top-p or top-k?"]
 
 
-@torch.no_grad()
 def evaluate(
     model: DSparkModel,
     target: Target,
     texts: Sequence[Text],
+    rule: Rule,
     *,
     batch_size: int,
-    anchors: int,
     max_length: int,
     device: str,
     seed: int = 0,
+    progress: bool = False,
 ) -> Evaluation:
-    """Evaluate at temperature 1 along held-out texts.
+    """Decode held-out texts again with drafts, see `walk`, and calibrate on the halves of them.
 
-    The acceptance of a position is analytic, 1 - TV, on the text's own prefix; whether a block survives it is drawn once with a
-    fixed seed, so that calibration is measured against outcomes.
+    Texts of one prompt stay in one half: answers to it resemble each other.
     """
-    model.eval()
-    logits, accepted, whole = [], [], []
-    generator = torch.Generator().manual_seed(seed)
-    for first in range(0, len(texts), batch_size):
-        batch = collate(texts[first : first + batch_size], target, max_length, device)
-        out = run_blocks(model, target.parts, batch, *sample_anchors(batch.trainable, anchors, generator))
-        full = out.valid.all(dim=1)  # blocks cut by a text's end would count as rejected
-        logits.append(out.confidence[full].cpu())
-        accepted.append(acceptance(out.draft_logits[full], out.target_logits[full]).cpu())
-        whole.append(full)
-    return _summarise(torch.cat(logits).numpy(), torch.cat(accepted).double().numpy(), seed)
+    sizes = {"batch_size": batch_size, "max_length": max_length}
+    blocks = walk(model, target, texts, rule, **sizes, device=device, seed=seed, progress=progress)
+    prompts: dict[tuple[int, ...], int] = {}
+    number = [prompts.setdefault(text.token_ids[: text.prompt_length], len(prompts)) for text in texts]
+    return summarise(blocks, np.array(number)[blocks.text] % 2 == 0, rule, len(texts), seed)
 
 
-def _summarise(logits: NDArray[np.float32], accepted: NDArray[np.float64], seed: int) -> Evaluation:
-    count, width = accepted.shape
-    random = np.random.default_rng(seed)
-    lengths = _lengths(random, accepted)
-    fit, test = slice(0, None, 2), slice(1, None, 2)
-    plain = TemperatureScaling.identity(width)
-    scaling = fit_sts(logits[fit], lengths[fit]) if count >= 2 else plain
-    survival = np.cumprod(accepted, axis=1)
-    believed = _lengths(random, scaling.confidences(logits[test]))
-    reached = np.concatenate([np.ones((count, 1)), survival[:, :-1]], axis=1)
+def summarise(blocks: Blocks, first: NDArray[np.bool_], rule: Rule, texts: int, seed: int = 0) -> Evaluation:
+    """The figures of blocks; `first` [n] are those of the first half of the texts."""
+    width = blocks.logits.shape[1]
+    if not len(blocks.kept):
+        raise SpecDecodeError(f"no block in {texts} held-out texts; allowed: answers longer than a block of {width}")
+    survival = (blocks.kept[:, None] > np.arange(width)).mean(axis=0)
+    reached = np.concatenate([[1.0], survival[:-1]])
     return Evaluation(
-        acceptance=survival.sum(axis=0) / np.maximum(reached.sum(axis=0), 1e-12),
-        survival=survival.mean(axis=0),
-        accepted_length=1.0 + float(survival.mean(axis=0).sum()),
-        ece_before=cumulative_errors(plain, logits[test], lengths[test]),
-        ece_after=cumulative_errors(scaling, logits[test], lengths[test]),
-        ece_chance=cumulative_errors(scaling, logits[test], believed),
-        scaling=scaling,
-        blocks=count,
+        rule=rule,
+        acceptance=survival / np.maximum(reached, 1e-12),
+        survival=survival,
+        accepted_length=1.0 + float(survival.sum()),
+        raw=_calibration(
+            "as it is", lambda logits, *_: TemperatureScaling.identity(logits.shape[1]), blocks, first, seed
+        ),
+        sts=_calibration("after STS", fit_sts, blocks, first, seed),
+        offset=_calibration("STS with offsets", fit_scaling, blocks, first, seed),
+        blocks=len(blocks.kept),
+        texts=texts,
+        surprise=(float(blocks.surprise.mean()), float(blocks.surprise.std() / len(blocks.kept) ** 0.5)),
     )
 
 
-def _lengths(random: np.random.Generator, chances: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Accepted drafts int64 [n] of blocks whose columns hold with `chances` [n, K], drawn."""
-    return np.cumprod(random.random(chances.shape) < chances, axis=1).sum(axis=1)
+def _calibration(name: str, fit: Fit, blocks: Blocks, first: NDArray[np.bool_], seed: int) -> Calibration:
+    width = blocks.logits.shape[1]
+    predicted = np.zeros(blocks.logits.shape)
+    for seen in (first, ~first):
+        predicted[~seen] = _fitted(fit, blocks, seen).survival(blocks.logits[~seen])
+    chance = np.stack([chance_errors(predicted[:, k], seed=seed + k) for k in range(width)])
+    return Calibration(
+        name=name,
+        scaling=_fitted(fit, blocks, np.ones_like(first)),
+        errors=np.array([expected_calibration_error(predicted[:, k], blocks.kept > k) for k in range(width)]),
+        chance=chance.mean(axis=1),
+        chance_most=np.quantile(chance, 0.95, axis=1),
+    )
+
+
+def _fitted(fit: Fit, blocks: Blocks, rows: NDArray[np.bool_]) -> TemperatureScaling:
+    if not rows.any():
+        return TemperatureScaling.identity(blocks.logits.shape[1])
+    logits, kept = blocks.logits[rows], blocks.kept[rows]
+    return fit(logits, kept, np.full(len(kept), logits.shape[1]))
+
+
+def _percent(calibration: Calibration, position: int) -> str:
+    return f"{100 * calibration.errors[position]:.2f}%"

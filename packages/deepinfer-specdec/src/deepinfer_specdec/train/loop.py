@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
-import sys
-import time
+import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from deepinfer_specdec.dspark.model import DSparkModel
 from deepinfer_specdec.errors import SpecDecodeError
+from deepinfer_specdec.train.agreement import Rule
 from deepinfer_specdec.train.blocks import Texts, run_blocks, sample_anchors
 from deepinfer_specdec.train.data import Text, batches, collate
 from deepinfer_specdec.train.losses import LossWeights, block_losses
+from deepinfer_specdec.train.progress import Progress
 from deepinfer_specdec.train.target import Target
 
 
@@ -33,6 +36,7 @@ class TrainOptions:
         seed: of data order and anchors.
         low_precision: multiply in bfloat16 (weights, sums of the losses and the optimiser stay float32).
         losses: weights.
+        rule: the verification that the confidences are for.
     """
 
     steps: int = 1000
@@ -46,6 +50,7 @@ class TrainOptions:
     seed: int = 0
     low_precision: bool = False
     losses: LossWeights = field(default_factory=LossWeights)
+    rule: Rule = field(default_factory=Rule)
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "anchors", "max_length", "save_every"):
@@ -67,10 +72,13 @@ def train(
 
     Returns:
         The loss of every step taken in this call.
+
+    Raises:
+        SpecDecodeError: the checkpoint is damaged, or was made with another recipe.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
-    first = _resume(model, optimizer, checkpoint, device)
-    bar = _Bar(first, options.steps, progress)
+    first = _resume(model, optimizer, options, checkpoint, device)
+    bar, smooth = Progress("training", first, options.steps, progress), None
     history: list[float] = []
     size = min(options.batch_size, len(texts))
     for step, batch in zip(range(first, options.steps), batches(texts, size, options.seed, first), strict=False):
@@ -80,9 +88,10 @@ def train(
         history.append(
             _step(model, target, collate(batch, target, options.max_length, device), optimizer, options, step)
         )
-        bar.show(step + 1, history[-1])
+        smooth = history[-1] if smooth is None else 0.95 * smooth + 0.05 * history[-1]
+        bar.show(step + 1, f"loss {smooth:.4f}")
         if checkpoint is not None and ((step + 1) % options.save_every == 0 or step + 1 == options.steps):
-            _save(model, optimizer, checkpoint, step + 1)
+            _save(model, optimizer, options, checkpoint, step + 1)
     bar.close()
     return history
 
@@ -100,7 +109,7 @@ def _step(
     anchors, real = sample_anchors(texts.trainable, options.anchors, generator)
     with torch.autocast(texts.token_ids.device.type, torch.bfloat16, enabled=options.low_precision):
         out = run_blocks(model, target.parts, texts, anchors, real)
-    losses = block_losses(out.draft_logits, out.target_logits, out.labels, out.confidence, out.valid, options.losses)
+    losses = block_losses(out, options.losses, options.rule)
     optimizer.zero_grad(set_to_none=True)
     losses.total.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
@@ -115,42 +124,44 @@ def _schedule(step: int, options: TrainOptions) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * (step - warm) / max(1, options.steps - warm)))
 
 
-def _resume(model: DSparkModel, optimizer: torch.optim.Optimizer, checkpoint: Path | None, device: str) -> int:
+def _resume(
+    model: DSparkModel,
+    optimizer: torch.optim.Optimizer,
+    options: TrainOptions,
+    checkpoint: Path | None,
+    device: str,
+) -> int:
     if checkpoint is None or not checkpoint.exists():
         return 0
-    state = torch.load(checkpoint, map_location=device, weights_only=True)
+    try:
+        state = torch.load(checkpoint, map_location=device, weights_only=True)
+        made, step = dict(state["made"]), int(state["step"])
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        raise SpecDecodeError(
+            f"{checkpoint}: {type(error).__name__}, not a checkpoint of this version; delete it to start over"
+        ) from error
+    for name, value in _recipe(model, options).items():
+        if made.get(name) != value:
+            raise SpecDecodeError(
+                f"{checkpoint} was made with {name} {made.get(name)!r}, this command says {value!r}; "
+                "allowed: the same, or another --output"
+            )
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])
+    return step
 
 
-def _save(model: DSparkModel, optimizer: torch.optim.Optimizer, checkpoint: Path, step: int) -> None:
+def _recipe(model: DSparkModel, options: TrainOptions) -> dict[str, Any]:
+    """What a checkpoint can only be continued with. `steps` may grow: the schedule goes on from where it would be."""
+    recipe = {name: value for name, value in asdict(options).items() if name not in ("steps", "save_every")}
+    return json.loads(json.dumps({**recipe, **model.config.to_dict()}))
+
+
+def _save(
+    model: DSparkModel, optimizer: torch.optim.Optimizer, options: TrainOptions, checkpoint: Path, step: int
+) -> None:
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     part = checkpoint.with_suffix(".part")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, part)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    torch.save({**state, "made": _recipe(model, options)}, part)
     part.replace(checkpoint)  # whole or not at all: a killed run resumes from the last good one
-
-
-class _Bar:
-    """One line on stderr, rewritten a few times a second; plain lines when stderr is not a terminal."""
-
-    def __init__(self, first: int, total: int, show: bool) -> None:
-        self._first, self._total, self._show = first, total, show
-        self._begin = self._last = time.monotonic()
-        self._loss: float | None = None
-
-    def show(self, done: int, loss: float) -> None:
-        self._loss = loss if self._loss is None else 0.95 * self._loss + 0.05 * loss
-        now = time.monotonic()
-        terminal = sys.stderr.isatty()
-        if not self._show or (now - self._last < (0.2 if terminal else 30.0) and done < self._total):
-            return
-        self._last = now
-        left = (now - self._begin) / max(1, done - self._first) * (self._total - done)
-        filled = 30 * done // self._total
-        text = f"training [{'#' * filled}{'.' * (30 - filled)}] {done}/{self._total}  loss {self._loss:.4f}  {left:.0f} s left"
-        print(f"\r{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._show and sys.stderr.isatty():
-            print(file=sys.stderr)

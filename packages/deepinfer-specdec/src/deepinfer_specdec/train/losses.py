@@ -1,4 +1,7 @@
-"""The losses of the DSpark paper (3.3): cross entropy, total variation, and the confidence head's soft label."""
+"""The losses of the DSpark paper (3.3): cross entropy, total variation, and the confidence head's soft label.
+
+The label is the probability of acceptance by the rule that will verify the drafts; the paper's own is rejection sampling's.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from deepinfer_specdec.train.agreement import Rule
+from deepinfer_specdec.train.blocks import BlockOutputs
 
 _CHUNK = 1 << 20  # float32 values looked at together: they stay in a processor's cache
 
@@ -32,32 +38,17 @@ class Losses:
     confidence: Tensor
 
 
-def acceptance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """1 - total variation [...], the probability that speculative sampling accepts, of logits [..., V]."""
-    gap = (draft_logits.float().softmax(-1) - target_logits.float().softmax(-1)).abs().sum(-1)
-    return (1.0 - 0.5 * gap).clamp(0.0, 1.0)
-
-
-def block_losses(
-    draft_logits: Tensor, target_logits: Tensor, labels: Tensor, confidence: Tensor, valid: Tensor, weights: LossWeights
-) -> Losses:
-    """Losses of B blocks.
-
-    Args:
-        draft_logits: [B, K, V].
-        target_logits: [B, K, V], the target's at the same places.
-        labels: int64 [B, K], tokens of the text.
-        confidence: float32 [B, K], raw logits of the head.
-        valid: bool [B, K], columns to count.
-        weights: see there.
-    """
-    columns = torch.arange(labels.shape[1], device=labels.device)
-    weight = valid * torch.exp(-columns / weights.decay)
-    share = (weight / weight.sum().clamp_min(1e-9)).flatten()
-    flat = (draft_logits.flatten(0, 1), target_logits.flatten(0, 1), labels.flatten(), share)
-    distance, ce, tv, accepted = _Distance.apply(*flat, weights.ce, weights.tv)
-    bce = F.binary_cross_entropy_with_logits(confidence.flatten(), accepted, reduction="none")
-    sure = (bce * share).sum()
+def block_losses(out: BlockOutputs, weights: LossWeights, rule: Rule) -> Losses:
+    """Losses of B blocks; `rule` is what the confidences are probabilities of."""
+    columns = torch.arange(out.labels.shape[1], device=out.labels.device)
+    decay = torch.exp(-columns / weights.decay)
+    share = (out.valid * decay / (out.valid * decay).sum().clamp_min(1e-9)).flatten()
+    flat = (out.draft_logits.flatten(0, 1), out.target_logits.flatten(0, 1), out.labels.flatten(), share)
+    distance, ce, tv = _Distance.apply(*flat, weights.ce, weights.tv)
+    accepted = rule.acceptance(out.target_logits, out.draft_logits.detach()) * ~out.over
+    bce = F.binary_cross_entropy_with_logits(out.confidence, accepted, reduction="none")
+    told = (out.valid | out.over) * decay
+    sure = (bce * told).sum() / told.sum().clamp_min(1e-9)
     return Losses(distance + weights.confidence * sure, ce, tv, sure)
 
 
@@ -71,8 +62,8 @@ class _Distance(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, draft: Tensor, target: Tensor, labels: Tensor, share: Tensor, ce_weight: float, tv_weight: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(weighted sum, CE, |p - q|_1, acceptance [R]) of logits [R, V]; `share` [R] weighs the rows."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(weighted sum, CE, |p - q|_1) of logits [R, V]; `share` [R] weighs the rows."""
         rows, width = draft.shape
         gradient = torch.empty_like(draft)
         likelihood, gap = torch.empty_like(share), torch.empty_like(share)
@@ -91,9 +82,8 @@ class _Distance(torch.autograd.Function):
             gradient[part] = slope.mul_(share[part, None])
         ctx.save_for_backward(gradient)
         ce, tv = -(likelihood * share).sum(), (gap * share).sum()
-        accepted = (1.0 - 0.5 * gap).clamp(0.0, 1.0)
-        ctx.mark_non_differentiable(ce, tv, accepted)
-        return ce_weight * ce + tv_weight * tv, ce, tv, accepted
+        ctx.mark_non_differentiable(ce, tv)
+        return ce_weight * ce + tv_weight * tv, ce, tv
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:

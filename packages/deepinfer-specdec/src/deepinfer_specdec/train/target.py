@@ -16,9 +16,10 @@ _INSTALL = 'pip install "deepinfer-specdec[train]"'
 
 
 class Target(Protocol):
-    """A frozen language model."""
+    """A frozen language model. `ends`: tokens after which an answer is over."""
 
     parts: TargetParts
+    ends: frozenset[int]
 
     def run(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(features [B, T, m * hidden], last hidden [B, T, hidden]) of right-padded texts int64 [B, T]."""
@@ -40,7 +41,8 @@ class TransformersTarget:
         taps: layers whose outputs are concatenated; -1 is the embedding. May be set later, before `run`.
 
     Raises:
-        SpecDecodeError: transformers, or something that it needs for the file, is not installed.
+        SpecDecodeError: no such file, not a causal language model with these layers, or transformers or something that it
+            needs for the file is not installed.
     """
 
     def __init__(self, path: str | Path, device: str, dtype: torch.dtype, taps: Sequence[int] = ()) -> None:
@@ -49,18 +51,25 @@ class TransformersTarget:
         except ImportError as error:
             raise SpecDecodeError(f"training on a checkpoint needs transformers: {_INSTALL}") from error
         path = Path(path)
+        if not path.exists():
+            raise SpecDecodeError(
+                f"target {path}: no such folder or file; allowed: a checkpoint folder, or a .gguf file"
+            )
         where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         folder = path.parent if path.suffix == ".gguf" else path
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **where)
-        except (ImportError, ValueError) as error:
-            if "required" in str(error) or isinstance(error, ImportError):
-                raise SpecDecodeError(f"{path}: {error}; {_INSTALL}") from error
-            raise
+        except (ImportError, ValueError, OSError, KeyError) as error:
+            missing = "required" in str(error) or isinstance(error, ImportError)
+            raise SpecDecodeError(f"target {path}: {error}{f'; {_INSTALL}' if missing else ''}") from error
+        if not hasattr(getattr(model, "model", None), "layers"):
+            raise SpecDecodeError(f"target {path}: {type(model).__name__}; allowed: a Llama- or Qwen-like decoder")
         self._model = model.to(device).eval().requires_grad_(False)
         self.config = model.config
         self.taps = tuple(taps)
         self._device = device
+        ends = model.generation_config.eos_token_id if model.generation_config.eos_token_id is not None else []
+        self.ends = frozenset(ends if isinstance(ends, list) else [ends])
         self.parts = TargetParts(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
 
     @property

@@ -18,7 +18,7 @@ class EngineMatcher(Protocol):
         """Forget the last `count` consumed tokens."""
 
     def fill(self, row: Mask) -> None:
-        """Write the mask of the next token into one contiguous row."""
+        """Write the mask of the next token into one contiguous row; where only the end may follow, the mask of its ids."""
 
     def forced(self) -> list[int]:
         """The tokens that must come next, if only one continuation exists."""

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deepinfer_structured.bitmask import Mask, allocate_mask
+from deepinfer_structured.bitmask import Mask, address, allocate_mask
 from deepinfer_structured.errors import EngineMissing, InvalidSpec, LimitExceeded, MatcherError, UnsatisfiableSchema
 from deepinfer_structured.vocab import Vocabulary
 
@@ -111,8 +111,9 @@ class LlguidanceMatcher:
             raise MatcherError(f"cannot roll back {count} tokens: {self.native.get_error()}")
 
     def fill(self, row: Mask) -> None:
-        self.native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self.check()
+        self.native.unsafe_compute_mask_ptr(address(row), row.nbytes)
+        if self.native.is_error():
+            self.check()
 
     def forced(self) -> list[int]:
         return self.native.compute_ff_tokens()
@@ -148,9 +149,10 @@ class LlguidanceGrammar:
         """Compute the mask of the first token: an empty language shows here, and the lexer's first states are made."""
         row = allocate_mask(1, vocabulary.size)[0]
         first = self._prototype.deep_copy()
-        first.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        first.unsafe_compute_mask_ptr(address(row), row.nbytes)
         if first.is_error():
-            raise LimitExceeded(_first_line(first.get_error()))
+            reason = _first_line(first.get_error())
+            raise LimitExceeded(f"no text can begin, or telling which can is too costly ({reason})")
         if first.stop_reason() in ("NoExtension", "NoExtensionBias") and not first.is_accepting():
             raise UnsatisfiableSchema("no text fits the constraint")
         if not row.any():

@@ -10,6 +10,7 @@ from deepinfer_structured.schema.document import Node, escape, subschemas
 FEWER = "list fewer alternatives here, tell them apart by a required property with a `const`, or split the schema"
 SHORTER = "simplify or drop the pattern, or bound the text with maxLength alone, or split the schema"
 SMALLER = "list fewer properties, lower the counts (maxItems, minProperties), or split the schema"
+ROUNDER = "give multipleOf fewer digits, or validate it after generation"
 SATISFIABLE = "relax it: together with the other keywords it leaves no value"
 
 # Those whose lowering multiplies come first.
@@ -59,6 +60,11 @@ def of_nodes(nodes: Sequence[Node], *, textual: bool = False) -> Place:
         return "", "type"
     _, index, keyword = min(found)
     return schemas[index].pointer, keyword
+
+
+def of_keyword(schema: Any, keyword: str) -> Place:
+    """The first place with a keyword."""
+    return next(((pointer, keyword) for pointer, inner in _all(schema) if keyword in inner), ("", keyword))
 
 
 def of_text(schema: Any) -> Place:

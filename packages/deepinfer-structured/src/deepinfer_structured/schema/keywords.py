@@ -101,7 +101,7 @@ def _type(_solver: Solver, node: Node, type_: str) -> Factor:
     bad = [n for n in names if not isinstance(n, str) or n not in (*TYPES, "integer", "any")]
     if bad:
         raise InvalidSpec(
-            f"schema at {node.pointer or '/'}: unknown type {dumps(bad[0])[:80]}; known: integer, {TYPES}"
+            f"schema at {node.pointer or '/'}: unknown type {dumps(bad[0])[:80]}; known: {', '.join((*TYPES, 'integer'))}"
         )
     top = [c.ANY[type_]]
     if type_ in names or ("any" in names and node.draft == 3):

@@ -35,8 +35,14 @@ class Lowered:
     longest_terminals: blame.Place = ("", "")
 
 
-def lower(text: str, options: Options) -> Lowered:
+def lower(text: str, options: Options, *, count_whitespace: bool = True) -> Lowered:
     """Lower the JSON text of a schema.
+
+    Args:
+        text: the schema.
+        options: see `Options`.
+        count_whitespace: whether the grammar bounds whitespace. One that does not has cheaper masks, and needs
+            `deepinfer_structured.whitespace` beside it.
 
     Raises:
         InvalidSpec: not a JSON schema.
@@ -51,16 +57,16 @@ def lower(text: str, options: Options) -> Lowered:
         reason = f"the schema is nested deeper than {options.limits.max_depth}"
         raise LimitExceeded(reason, "", _deepest(schema), "move inner schemas to $defs and refer to them")
     try:
-        return _lower(schema, options)
+        return _lower(schema, options, count_whitespace)
     except RecursionError:
         way_out = "move inner schemas to $defs and refer to them"
         raise LimitExceeded("the schema is nested too deeply", *blame.of_text(schema), way_out) from None
 
 
-def _lower(schema: Any, options: Options) -> Lowered:
+def _lower(schema: Any, options: Options, count_whitespace: bool) -> Lowered:
     document = Document(schema)
     solver = Solver(document, options)
-    pattern = f"[ \\n\\r\\t]{{1,{options.max_whitespace}}}"
+    pattern = f"[ \\n\\r\\t]{{1,{options.max_whitespace if count_whitespace else ''}}}"
     emitter = Emitter(solver, json.dumps(pattern) if options.max_whitespace else None)
     rules = emitter.run(must(document.root))
     rules.prune()
@@ -68,11 +74,12 @@ def _lower(schema: Any, options: Options) -> Lowered:
         if solver.dropped:
             raise next(iter(solver.dropped))
         raise UnsatisfiableSchema("no JSON value fits the schema")  # see `explain`
+    # Inline `%json` schemas skip once where the library knows it, and must share their skipped expression with the rest.
     head = '%llguidance {"ignore_once": true}\n' if bounds_whitespace else "%llguidance {}\n"
     if options.max_whitespace:
         head += f"%ignore /{pattern}/\n"
-    if options.max_whitespace and not bounds_whitespace:
-        solver.notes["whitespace is not bounded: that needs llguidance 1.8 or later"] = None
+    if options.max_whitespace and count_whitespace and not bounds_whitespace:
+        solver.notes["whitespace inside a tag is not bounded: that needs llguidance 1.8 or later"] = None
     notes = [*solver.notes, *(f"narrowed: {e}" for e in solver.dropped)]
     return Lowered(
         head + quote.definitions() + rules.lark(),
@@ -93,7 +100,7 @@ def explain(text: str, options: Options) -> UnsatisfiableSchema:
         if time.thread_time() > deadline:
             return False
         try:
-            return bool(_lower(changed, options))
+            return bool(_lower(changed, options, count_whitespace=False))
         except (StructuredError, RecursionError):
             return False
 

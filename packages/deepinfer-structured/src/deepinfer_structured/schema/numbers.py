@@ -15,6 +15,7 @@ _FRACTIONAL = rf"/-?{_INT}\.[0-9]*[1-9][0-9]*/"
 _MAX_MODULUS = 13
 _MAX_LISTED = 2000
 _MAX_JSON_MODULUS = 10_000
+_EXACT_DIGITS = 15
 _PREC = 2000
 
 
@@ -58,6 +59,8 @@ def as_json(case: Number) -> str | None:
     """The case as a JSON schema that llguidance enforces, or None if it has more than bounds and one multiple."""
     if case.non_multiples or case.holes or case.integer is False or case.multiple is None:
         return None
+    if not all(bound is None or _is_exact(bound) for bound in (case.low, case.high)):
+        return None  # the library would round it
     fraction = case.multiple
     if fraction.numerator > _MAX_JSON_MODULUS:
         return None  # the library's automaton has a state for each remainder
@@ -70,6 +73,11 @@ def as_json(case: Number) -> str | None:
     if case.high is not None:
         parts.append(f'"{"exclusiveMaximum" if case.high_open else "maximum"}":{dumps(case.high)}')
     return "{" + ",".join(parts) + "}"
+
+
+def _is_exact(bound: Decimal) -> bool:
+    """Whether a 64-bit float is sure to tell a bound from all others of as many digits."""
+    return abs(bound) < 10**_EXACT_DIGITS and len(bound.normalize().as_tuple().digits) <= _EXACT_DIGITS
 
 
 def _is_decimal(value: Fraction) -> bool:

@@ -83,14 +83,7 @@ class RuleSet:
 
     def prune(self) -> None:
         """Remove every option that can never be completed, and every rule that cannot be reached from `start`."""
-        productive: set[str] = set()
-        changed = True
-        while changed:
-            changed = False
-            for name, body in reversed(self.rules.items()):
-                if name not in productive and _productive(body, productive):
-                    productive.add(name)
-                    changed = True
+        productive = self._productive()
         self.rules = {n: _pruned(b, productive) for n, b in self.rules.items() if n in productive}
         reached: set[str] = set()
         todo = ["start"] if "start" in self.rules else []
@@ -102,6 +95,21 @@ class RuleSet:
         self.rules = {n: b for n, b in self.rules.items() if n in reached}
         while idle := {n for n in self.parametric if n not in self.rules or not self._uses_parameter(self.rules[n])}:
             self.parametric -= idle
+
+    def _productive(self) -> set[str]:
+        """Rules that can be completed. A rule is looked at again when one that it refers to turns out to be."""
+        users: dict[str, list[str]] = {}
+        for name, body in self.rules.items():
+            for other in set(_references(body)):
+                users.setdefault(other, []).append(name)
+        productive: set[str] = set()
+        todo = list(self.rules)
+        while todo:
+            name = todo.pop()
+            if name not in productive and _productive(self.rules[name], productive):
+                productive.add(name)
+                todo += users.get(name, ())
+        return productive
 
     def _uses_parameter(self, expr: Expr) -> bool:
         match expr:

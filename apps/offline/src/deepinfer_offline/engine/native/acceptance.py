@@ -43,27 +43,57 @@ def accept_drafts(plan: StepPlan, samples: SampleRows, drawn: torch.Tensor, toke
         tokens: holds the drafts at the positions of the draws; afterwards the last token that each row emits.
     """
     rows, size = samples.plan_rows, len(samples.plan_rows)
-    width = 1 + int(plan.drafts.max(initial=0))
     first = np.flatnonzero(np.diff(rows, prepend=-1))
-    column = np.arange(size) - np.repeat(first, np.diff(first, append=size))
-    cells, places, drafted, first_draw, drawing = upload(
+    lengths = np.diff(first, append=size)
+    column = np.arange(size) - np.repeat(first, lengths)
+    owner, column_there, drafted, places, begins, drawing = upload(
         [
-            rows * width + column,
-            tokens.flat_index(samples.slots, samples.positions),
+            np.repeat(np.arange(len(first)), lengths),
+            column,
             column < plan.drafts[rows],
+            tokens.flat_index(samples.slots, samples.positions),
             first,
             rows[first],
         ],
         drawn.device,
     )
-    agree = drawn.new_zeros(plan.num_rows * width)
+    width = 1 + int(plan.drafts.max(initial=0))
+    found = keep_agreeing(drawn, tokens, owner, column_there, drafted, places, begins, width)
+    ids, counts = drawn.new_zeros(plan.num_rows, width), drawn.new_zeros(plan.num_rows)
+    ids[drawing], counts[drawing] = found.token_ids, found.counts
+    return Accepted(ids, counts)
+
+
+def keep_agreeing(
+    drawn: torch.Tensor,
+    tokens: TokenBuffer,
+    owner: torch.Tensor,
+    column: torch.Tensor,
+    drafted: torch.Tensor,
+    places: torch.Tensor,
+    begins: torch.Tensor,
+    width: int,
+) -> Accepted:
+    """The same by device indices alone, for D rows that all draw.
+
+    Args:
+        drawn: int64 [n], row after row.
+        tokens: see `accept_drafts`.
+        owner: int64 [n], row of each draw.
+        column: int64 [n], its place in the row.
+        drafted: bool [n], a draft stands where it is drawn.
+        places: int64 [n], where that is in the flattened token buffer.
+        begins: int64 [D], first draw of each row.
+        width: most draws of a row.
+    """
+    cells, rows = owner * width + column, len(begins)
+    agree = drawn.new_zeros(rows * width)
     agree[cells] = ((tokens.gather(places) == drawn) & drafted).long()
-    accepted = agree.view(-1, width).cumprod(1).sum(1)[drawing]
-    counts = drawn.new_zeros(plan.num_rows)
-    counts[drawing] = accepted + 1
-    ids = drawn.new_zeros(plan.num_rows * width)
-    ids[cells] = drawn
-    last = first_draw + accepted
+    accepted = agree.view(-1, width).cumprod(1).sum(1)
+    last = begins + accepted
     tokens.scatter(places[last], drawn[last])
+    ids = drawn.new_zeros(rows * width)
+    ids[cells] = drawn
+    counts = accepted + 1
     inside = torch.arange(width, device=drawn.device) < counts[:, None]
     return Accepted(ids.view(-1, width) * inside, counts)

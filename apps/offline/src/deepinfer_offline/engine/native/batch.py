@@ -80,6 +80,9 @@ def plan_inputs(
 ) -> StepInputs:
     """Lay out a plan as one batch: rows of one token first, then the others, each in plan order.
 
+    A plan with `ahead` keeps its order. Its decode rows come first and are laid out as if the drafts were shared out in one
+    certain way: their places are put right on the device (`ahead_rows`), sizes and upper bounds hold.
+
     Args:
         plan: what to compute.
         groups: cache groups of the model.
@@ -87,16 +90,18 @@ def plan_inputs(
         tokens: the token buffer (for its shape only).
         prompt_logprobs: slot -> (prompt length, likeliest tokens to report) of sequences that want them.
     """
-    order = np.argsort(plan.counts != 1, kind="stable")
-    starts, counts, slots = plan.starts[order], plan.counts[order], plan.slots[order]
+    counts = plan.counts if plan.ahead is None else _counts_ahead(plan, plan.ahead.budget)
+    order = np.argsort(counts != 1, kind="stable") if plan.ahead is None else np.arange(plan.num_rows)
+    starts, counts, slots = plan.starts[order], counts[order], plan.slots[order]
     query_starts = np.zeros(len(order) + 1, np.int32)
     np.cumsum(counts, out=query_starts[1:])
     rows = np.repeat(np.arange(len(order)), counts)
     positions = np.arange(len(rows)) - query_starts[rows] + starts[rows]
     keep_all = np.array([slot in prompt_logprobs for slot in slots.tolist()], bool) & plan.prefills[order]
-    wanted = np.where(plan.samples[order], plan.drafts[order] + 1, 0)
+    drafts = counts - (plan.counts - plan.drafts)[order]
+    wanted = np.where(plan.samples[order], drafts + 1, 0)
     logit_rows = _logit_rows(query_starts, np.where(keep_all, counts, wanted))
-    seq_lens = (starts + counts).astype(np.int32)
+    seq_lens = (plan.starts + plan.counts)[order].astype(np.int32)
     host = HostBatch(
         query_starts=query_starts,
         seq_lens=seq_lens,
@@ -107,13 +112,13 @@ def plan_inputs(
         keep_all=keep_all,
         logit_rows=logit_rows,
         block_tables={group.name: _table_rows(tables(group.name), group, slots, seq_lens) for group in groups},
-        num_decodes=int((counts == 1).sum()),
+        num_decodes=int((counts == 1).sum()) if plan.ahead is None else 0,
     )
     return StepInputs(
         host=host,
         positions=positions,
         token_index=tokens.flat_index(slots[rows], positions),
-        cascades=_batch_cascades(plan, order),
+        cascades=_batch_cascades(plan, order) if plan.ahead is None else (),
         samples=_sample_rows(order, host, wanted, positions),
         prompts=_prompt_rows(host, positions, prompt_logprobs),
     )
@@ -150,6 +155,15 @@ def device_batch(inputs: StepInputs, tokens: TokenBuffer, device: str) -> Forwar
         tokens=tokens.data,
         host=host,
     )
+
+
+def _counts_ahead(plan: StepPlan, budget: int) -> np.ndarray:
+    """int32 [R], tokens of each row if those that may verify most are served first: no sharing makes a longer row."""
+    order = np.argsort(-plan.drafts, kind="stable")
+    most = plan.drafts[order]
+    counts = plan.counts - plan.drafts
+    counts[order] += np.clip(budget - (np.cumsum(most) - most), 0, most).astype(np.int32)
+    return counts
 
 
 def _logit_rows(query_starts: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -140,13 +140,15 @@ def _step_size(options: EngineOptions, defaults: _Defaults) -> tuple[int, int]:
 def _limits(
     options: EngineOptions, groups: tuple[CacheGroup, ...], resolved: ModelOptions, strategy: str
 ) -> CacheConfig:
+    # A row planned ahead of its drafts also holds what the drafts of a step already applied may have reached.
+    drafts_ahead = options.async_scheduling and options.speculative in ("auto", "dspark")
     return CacheConfig(
         groups=paged_groups(groups),
         num_pages=1,
         max_running=resolved.max_running,
         max_model_len=resolved.max_model_len,
         max_tokens_per_step=resolved.max_step_tokens,
-        max_in_flight=_ahead(options),
+        max_in_flight=_ahead(options) + drafts_ahead,
         enable_prefix_cache=options.enable_prefix_caching,
         strategy=strategy,
         num_layers=max((group.layers for group in groups if group.kind == "window"), default=1),

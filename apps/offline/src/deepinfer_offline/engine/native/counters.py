@@ -8,7 +8,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from deepinfer_offline.engine.base import EngineStats
-    from deepinfer_offline.engine.native.runner import StepResult
+    from deepinfer_offline.engine.native.results import StepResult
 
 
 def count_step(stats: EngineStats, result: StepResult) -> None:
@@ -17,10 +17,11 @@ def count_step(stats: EngineStats, result: StepResult) -> None:
     stats.steps += 1
     stats.computed_prompt_tokens += int(plan.counts[plan.prefills].sum())
     stats.preemptions += len(plan.preempted)
-    stats.drafted_tokens += int(plan.drafts.sum())
-    if plan.drafts.any():
-        stats.verify_steps += int((plan.drafts > 0).sum())
-        stats.accepted_tokens += int(np.maximum(result.num_tokens - 1, 0)[plan.drafts > 0].sum())
+    stats.drafted_tokens += int(result.verified.sum())
+    if result.verified.any():
+        checked = result.verified > 0
+        stats.verify_steps += int(checked.sum())
+        stats.accepted_tokens += int(np.maximum(result.num_tokens - 1, 0)[checked].sum())
     if plan.prefills.any():
         stats.prefill_seconds += result.seconds
     else:

@@ -6,9 +6,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepinfer_specdec import Drafter, create_drafter
+from deepinfer_specdec import create_drafter
 
 from deepinfer_offline.engine.base import EngineStartError
+from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
+from deepinfer_offline.engine.native.ahead_step import AheadSteps, can_run_ahead
 from deepinfer_offline.engine.native.dspark import can_draft, make_dspark
 from deepinfer_offline.engine.native.speculation import Speculation
 
@@ -35,12 +37,15 @@ def make_speculation(
     if options.speculative == "off":
         return None
     name, reason = choose_drafter(options.speculative, options.draft_model, drafts=can_draft(runner.model))
-    if name == "dspark":
-        drafter: Drafter = make_dspark(runner, scheduler, cache.block_table, sampler.choose, options.draft_model)
-    else:
-        drafter = create_drafter(name)
     _LOG.info("speculation with the %s drafter: %s", name, reason)
-    return Speculation(drafter, scheduler, runner, reason, trial=name == "dspark")
+    if name != "dspark":
+        return Speculation(create_drafter(name), scheduler, runner, reason)
+    drafter = make_dspark(runner, scheduler, cache.block_table, sampler.choose, options.draft_model)
+    ahead = None
+    if options.async_scheduling and can_run_ahead(runner.model):
+        runner.ahead = AheadSteps(runner, sampler.table, lambda: drafter.calibration.scaling)
+        ahead = AheadDrafts(drafter, scheduler)
+    return Speculation(drafter, scheduler, runner, reason, trial=True, ahead=ahead)
 
 
 def choose_drafter(wanted: str, draft_model: Path | None, *, drafts: bool) -> tuple[str, str]:

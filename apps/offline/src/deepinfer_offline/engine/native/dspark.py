@@ -20,7 +20,7 @@ import torch
 from deepinfer_specdec import Draft
 from deepinfer_specdec.draft import PAD
 from deepinfer_specdec.errors import CalibrationError
-from deepinfer_specdec.scheduling.calibration import OnlineCalibration, TemperatureScaling
+from deepinfer_specdec.scheduling.calibration import OnlineCalibration, TemperatureScaling, fit_conditional
 
 from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.models.base import DraftsBlocks, Model
@@ -75,7 +75,8 @@ class DSparkDrafter:
         group = next(g for g in runner.model.facts.cache_groups if g.name == self._model.draft_group)
         self._block_size = group.block_size
         self.max_draft = self._model.draft_width
-        self.calibration = OnlineCalibration(self.max_draft, start=scaling)
+        # Blocks are known as far as they were kept, and as a whole after a rejection: other fits would be biased by that.
+        self.calibration = OnlineCalibration(self.max_draft, start=scaling, fit=fit_conditional)
         self._guesses: dict[int, _Guess] = {}
         self._settled: list[tuple[np.ndarray, int, int]] = []  # logits, right, known
 
@@ -100,13 +101,10 @@ class DSparkDrafter:
         drafting = np.flatnonzero(counts > 0)
         ids = np.full((len(sequences), width), PAD, np.int32)
         sure = np.zeros((len(sequences), width), np.float32)
-        self._learn()
         if len(drafting):
             chosen = [sequences[row] for row in drafting.tolist()]
             tokens, logits = self._draft(chosen)
-            for sequence, row_tokens, row_logits in zip(chosen, tokens.tolist(), logits, strict=True):
-                self._settle(sequence, whole=False)
-                self._guesses[sequence] = _Guess(row_tokens, row_logits)
+            self.guess(chosen, tokens, logits)
             inside = np.arange(width) < counts[drafting, None]
             ids[drafting] = np.where(inside, tokens, PAD)
             sure[drafting] = np.where(inside, self.calibration.scaling.confidences(logits), 0.0)
@@ -115,6 +113,13 @@ class DSparkDrafter:
     def end(self, sequence: int) -> None:
         """See `Drafter.end`."""
         self._settle(sequence, whole=False)
+
+    def guess(self, sequences: Sequence[int], tokens: np.ndarray, logits: np.ndarray) -> None:
+        """Blocks [R, K] were drafted, here or in a step: calibration learns from what the sequences say next."""
+        for sequence, row_tokens, row_logits in zip(sequences, tokens.tolist(), logits, strict=True):
+            self._settle(sequence, whole=False)
+            self._guesses[sequence] = _Guess(row_tokens, row_logits)
+        self._learn()
 
     # --- blocks ----------------------------------------------------------------------------------------------
 
@@ -145,7 +150,9 @@ class DSparkDrafter:
             return ids
 
         try:
-            block = self._model.draft_blocks(anchors_there, positions_there, tables_there, self._runner.cache, choose)
+            block = self._model.draft_blocks(
+                anchors_there, positions_there, tables_there, self._runner.cache, choose, int(positions.max())
+            )
         finally:
             tokens.scatter(places_there.flatten(), before)
         return block.token_ids.cpu().numpy(), block.confidence.float().cpu().numpy()

@@ -26,7 +26,8 @@ from deepinfer_offline.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from deepinfer_sched import StepPlan
 
-    from deepinfer_offline.engine.native.runner import Flight, StepResult
+    from deepinfer_offline.engine.native.results import StepResult
+    from deepinfer_offline.engine.native.runner import Flight
     from deepinfer_offline.text.tokenizer import Tokenizer
 
 
@@ -113,7 +114,7 @@ class NativeEngine:
     def step(self) -> list[RequestOutput]:
         """Launch what can be launched, then take the results of the oldest step; return what finished."""
         self._start_compiled()
-        while self._may_launch() and (plan := self._parts.scheduler.plan()) is not None:
+        while (plan := self._plan()) is not None:
             self._launch(plan)
         if self._airborne:
             self._land()
@@ -123,15 +124,26 @@ class NativeEngine:
         done, self._finished = self._finished, []
         return done
 
-    def _may_launch(self) -> bool:
-        """Whether the next step may be planned now. Drafts follow tokens that are known: nothing may be in flight then."""
-        speculation = self._parts.speculation
+    def _plan(self) -> StepPlan | None:
+        """The next step; None when one in flight must land first, or there is nothing to run.
+
+        Drafts follow tokens that are known: nothing may be in flight then, except steps that draft on the device themselves.
+        """
+        scheduler, speculation = self._parts.scheduler, self._parts.speculation
         if speculation is None or not speculation.synchronous:
-            return len(self._airborne) < self._parts.ahead
+            return scheduler.plan() if len(self._airborne) < self._parts.ahead else None
+        drafts = None if self._verifies_on_host() else speculation.ahead()
+        if drafts is not None:
+            return scheduler.plan(drafts) if len(self._airborne) < self._parts.ahead else None
         if self._airborne:
-            return False
+            return None
         speculation.propose(self._answers)
-        return True
+        return scheduler.plan()
+
+    def _verifies_on_host(self) -> bool:
+        """Whether a step in flight verifies drafts that came from the host: only its result says where its rows go on."""
+        plans = [airborne.flight.plan for airborne in self._airborne]
+        return any(plan.ahead is None and plan.drafts.any() for plan in plans)
 
     def _launch(self, plan: StepPlan) -> None:
         runner = self._parts.runner
@@ -187,17 +199,17 @@ class NativeEngine:
 
     def _apply(self, result: StepResult) -> None:
         plan = result.plan
-        count_step(self._stats, result)
         self._take_prompts(result)
         facts = FactsReader(result.logprobs, result.draw_rows)
         numbers, stops = result.num_tokens.copy(), np.zeros(plan.num_rows, np.bool_)
+        used = np.zeros_like(numbers)
         ended: list[tuple[Answer, End | Exception]] = []
         for row, (seq_id, number) in enumerate(zip(plan.seq_ids.tolist(), numbers.tolist(), strict=True)):
             answer = self._answers.get(seq_id) if number else None
             if answer is None:
                 continue  # nothing drawn, or it ended while this step was in flight
             taken, end = self._take(answer, seq_id, result.token_ids[row, :number].tolist(), partial(facts.get, row))
-            numbers[row] = taken
+            numbers[row] = used[row] = taken
             self._stats.generated_tokens += taken
             if end is not None:
                 stops[row] = True
@@ -205,8 +217,10 @@ class NativeEngine:
         self._parts.scheduler.apply(plan, result.token_ids, numbers, stops)
         for answer, end in ended:
             self._end(answer, end)
+        said = replace(result, num_tokens=used)  # what rows of ended answers drew is no gain
+        count_step(self._stats, said)
         if self._parts.speculation is not None:
-            self._parts.speculation.landed(result, self._answers)
+            self._parts.speculation.landed(said, self._answers)
 
     def _take(
         self, answer: Answer, seq_id: int, tokens: Sequence[int], facts: Callable[[int], Any]

@@ -34,17 +34,18 @@ class Following:
 
     def draft(self, answers: Sequence[Answer], limits: np.ndarray, floor: float) -> Draft:
         """Tell the drafter all that the sequences have said, then let it guess; see `Drafter.propose`."""
-        self._feed(answers)
+        self.tell(answers)
         return self.drafter.propose([answer.seq.seq_id for answer in answers], limits, floor)
 
     def end(self, answer: Answer) -> None:
         """A sequence has ended: what it said last is kept for the others, its name is forgotten."""
         if self.follows(answer):
-            self._feed([answer])
+            self.tell([answer])
             del self._fed[answer.seq.seq_id]
             self.drafter.end(answer.seq.seq_id)
 
-    def _feed(self, answers: Iterable[Answer]) -> None:
+    def tell(self, answers: Iterable[Answer]) -> None:
+        """Give the drafter what it does not have of the sequences."""
         for answer in answers:
             seq = answer.seq
             fed = self._fed.get(seq.seq_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,12 +21,16 @@ from deepinfer_offline.engine.native.batch import (
     plan_inputs,
 )
 from deepinfer_offline.engine.native.graphs import make_graphs
+from deepinfer_offline.engine.native.results import LogprobsDownload, PromptLogprobs, StepResult
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.native.worker import DeviceWorker, InlineWorker, ThreadWorker, Worker
 from deepinfer_offline.models.base import Model
 from deepinfer_offline.ops.transfers import Download, StepClock, upload
 from deepinfer_offline.sampling.batch import Logprobs, SampledTokens, SamplingBatch
 from deepinfer_offline.sampling.logprobs import gather_logprobs
+
+if TYPE_CHECKING:
+    from deepinfer_offline.engine.native.ahead_step import AheadSteps, EnqueuedAhead
 
 SampleFn = Callable[[torch.Tensor, SamplingBatch], SampledTokens]
 """`Sampler.__call__`: float32 logits [n, vocab] and the rows -> drawn tokens."""
@@ -39,43 +43,11 @@ _PROMPT_LOGITS_ROWS = 256  # prompt rows whose logits exist at once: 256 x 49152
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """Log-probabilities of prompt tokens `first + 1 ..` of one slot (`values.rows` counts from 0)."""
-
-    slot: int
-    first: int
-    values: Logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step drew. All arrays are on the host.
-
-    Attributes:
-        plan: the step.
-        token_ids: int32 [R, k] by plan row, left-aligned: accepted drafts, then the token drawn after them.
-        num_tokens: int32 [R], how many count; 0 where nothing was drawn.
-        logprobs: of the draws that count and asked for them, or None. `logprobs.rows` indexes `draw_rows`.
-        draw_rows: int64 [n], plan row of each draw, ascending positions within a row.
-        prompts: log-probabilities of prompt tokens.
-        seconds: wall time of the step in its thread.
-    """
-
-    plan: StepPlan
-    token_ids: np.ndarray
-    num_tokens: np.ndarray
-    logprobs: Logprobs | None
-    draw_rows: np.ndarray
-    prompts: tuple[PromptLogprobs, ...]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Flight:
     """A launched step."""
 
     plan: StepPlan
-    future: Future[_Enqueued]
+    future: Future[_Enqueued | EnqueuedAhead]
 
     def done(self) -> bool:
         return self.future.done()
@@ -99,7 +71,7 @@ class _Enqueued:
     samples: SampleRows
     verified: tuple[np.ndarray, np.ndarray] | None
     ids: Download
-    logprobs: _LogprobsDownload
+    logprobs: LogprobsDownload
     prompts: tuple[PromptLogprobs, ...]
     clock: StepClock
 
@@ -108,7 +80,8 @@ class _Enqueued:
         ids, counts = self.verified or self._drawn()
         logprobs = self.logprobs.wait()
         rows = self.samples.plan_rows
-        return StepResult(self.plan, ids, counts, logprobs, rows, self.prompts, self.clock.seconds())
+        seconds = self.clock.seconds()
+        return StepResult(self.plan, ids, counts, logprobs, rows, self.prompts, seconds, self.plan.drafts)
 
     def _drawn(self) -> tuple[np.ndarray, np.ndarray]:
         ids = np.zeros((self.plan.num_rows, 1), np.int32)
@@ -148,6 +121,7 @@ class ModelRunner:
         self.model = model
         self._tables = tables
         self._sample = sample
+        self.ahead: AheadSteps | None = None  # for plans that say so; given by whoever plans them
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
         self._moves: list[Future[Any]] = []
         self._worker = _make_worker(options.device, threads)
@@ -227,6 +201,12 @@ class ModelRunner:
         groups = self.model.facts.cache_groups
         inputs = plan_inputs(plan, groups, self._tables, self.tokens, self._prompt_logprobs)
         moves, self._moves = self._moves, []
+        if plan.ahead is not None:
+            assert self.ahead is not None, (
+                "a plan for steps that follow each other on the device, and nobody to run them"
+            )
+            call = self.ahead.launch(plan, inputs, masks, moves)
+            return Flight(plan, self._worker.submit(call, waits=masks is not None))
         waits = masks is not None or bool(plan.drafts.any())
         return Flight(plan, self._worker.submit(lambda: self._run(plan, inputs, masks, moves), waits=waits))
 
@@ -261,18 +241,18 @@ class ModelRunner:
         if captured is None:
             batch = device_batch(inputs, self.tokens, self.model.options.device)
             hidden = self.model.forward(batch, self.cache)
-            prompts = tuple(self._score_prompt(rows, hidden) for rows in inputs.prompts)
-            drawn = self._draw(plan, inputs.samples, self._logits(inputs, hidden), masks)
+            prompts = tuple(self.score_prompt(rows, hidden) for rows in inputs.prompts)
+            drawn = self._draw(plan, inputs.samples, self.logits(inputs, hidden), masks)
         else:
             drawn = self._draw(plan, inputs.samples, captured.logits, masks, captured.likeliest)
         verified = self._verified(plan, inputs.samples, drawn) if drawn is not None and plan.drafts.any() else None
         ids = Download([] if drawn is None or verified is not None else [drawn.ids])
-        logprobs = _LogprobsDownload(None if drawn is None else drawn.logprobs)
+        logprobs = LogprobsDownload(None if drawn is None else drawn.logprobs)
         clock.stop()
         return _Enqueued(plan, inputs.samples, verified, ids, logprobs, prompts, clock)
 
-    def _logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Logits of the draws, or None without any."""
+    def logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor | None:
+        """In the step's thread: logits of the draws, or None without any."""
         samples = inputs.samples
         if not len(samples.slots):
             return None
@@ -304,7 +284,8 @@ class ModelRunner:
         found = accept_drafts(plan, samples, drawn.ids, self.tokens)
         return found.token_ids.cpu().numpy().astype(np.int32), found.counts.cpu().numpy().astype(np.int32)
 
-    def _score_prompt(self, rows: PromptRows, hidden: torch.Tensor) -> PromptLogprobs:
+    def score_prompt(self, rows: PromptRows, hidden: torch.Tensor) -> PromptLogprobs:
+        """In the step's thread: log-probabilities of prompt tokens. Waits for the device."""
         parts = []
         for start in range(0, len(rows.logits), _PROMPT_LOGITS_ROWS):
             chunk = rows.logits[start : start + _PROMPT_LOGITS_ROWS]
@@ -312,7 +293,7 @@ class ModelRunner:
             successors = self.tokens.data[rows.slot, first : first + len(chunk)].long()
             logits = self.model.logits(hidden[self._put(chunk)])
             found = gather_logprobs(logits, successors, rows.top, np.arange(start, start + len(chunk)))
-            parts.append(_LogprobsDownload(found).wait())
+            parts.append(LogprobsDownload(found).wait())
         return PromptLogprobs(rows.slot, rows.first, _join(parts))
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
@@ -329,26 +310,9 @@ def _make_worker(device: str, threads: int) -> Worker:
     return DeviceWorker() if torch.device(device).type == "cuda" else ThreadWorker(threads)
 
 
-_TENSORS = ("chosen", "ranks", "top_ids", "top_values")
-
-
-class _LogprobsDownload:
-    """Log-probabilities on their way to the host."""
-
-    def __init__(self, found: Logprobs | None) -> None:
-        self._found = found
-        self._copies = Download([] if found is None else [getattr(found, name) for name in _TENSORS])
-
-    def wait(self) -> Logprobs | None:
-        if self._found is None:
-            return None
-        chosen, ranks, top_ids, top_values = self._copies.wait()
-        return Logprobs(self._found.rows, chosen, ranks, top_ids, top_values)
-
-
 def _join(parts: Sequence[Logprobs | None]) -> Logprobs:
     real = [part for part in parts if part is not None]
     return Logprobs(
         np.concatenate([part.rows for part in real]),
-        *(torch.cat([getattr(part, name) for part in real]) for name in _TENSORS),
+        *(torch.cat([getattr(part, name) for part in real]) for name in ("chosen", "ranks", "top_ids", "top_values")),
     )

@@ -6,7 +6,8 @@ much of it is verified; so budgets may look at the current drafts (`deepinfer_sp
 
 While it is off the loop runs one step ahead as ever. Now and then a few rows are drafted and nothing is verified: the
 tokens that come anyway say what the drafts were worth. This may take a small share of the time, by the clock. While it
-is on the loop is synchronous: a draft follows a token that must be known.
+is on the loop is synchronous, since a draft follows a token that must be known, unless the steps themselves draft
+(`deepinfer_offline.engine.native.ahead_drafts`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from deepinfer_specdec import Draft, Drafter, SpeculationStatistics, admit
+from deepinfer_specdec import Draft, Drafter, SpeculationStatistics
 from deepinfer_specdec.scheduling.budget import expected_tokens
+from deepinfer_specdec.scheduling.choice import choose, round_sizes
 from deepinfer_specdec.scheduling.costs import StepCosts
 from deepinfer_specdec.scheduling.credit import WorkCredit
 from deepinfer_specdec.scheduling.switch import LoadSwitches
@@ -27,21 +29,25 @@ from deepinfer_offline.engine.native.following import Following
 from deepinfer_offline.engine.native.grammar_drafts import within_grammars
 
 if TYPE_CHECKING:
-    from deepinfer_sched import Scheduler
+    from deepinfer_sched import DraftsAhead, Scheduler
 
+    from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
     from deepinfer_offline.engine.native.answer import Answer
-    from deepinfer_offline.engine.native.runner import ModelRunner, StepResult
+    from deepinfer_offline.engine.native.results import StepResult
+    from deepinfer_offline.engine.native.runner import ModelRunner
 
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
-_SHARE = 0.004  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
-_START, _SAVED = 0.01, 0.02  # seconds of such work to begin with, and at most saved up
-_URGENT = 3  # forecasts on credit after one that promised a gain: that many decide
+_SHARE = 0.0025  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
+_START, _SAVED = 0.003, 0.004  # seconds of such work to begin with, and at most saved up
+_URGENT = 2  # forecasts on credit when a good part of the rows begin their answers; and after one that promised a gain
+_BEGUN = 8  # one row of so many is a good part
 _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
-_MODEST = 1.35  # gain below which what it is measured against must be known well
-_OFTEN, _RARELY = 32, 64  # steps of a size between two without drafts while on
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
+_MOST_TRUTH = 1.2
+_HOPES, _FADE = 8.0, 0.98  # drafts that say the hopes are right to begin with; how the last steps outweigh earlier ones
+_UNCOUNTED = 256  # steps counted at once
 _PACE_RATE = 0.15  # weight of one verification in a sequence's pace
 
 
@@ -53,29 +59,45 @@ class Speculation:
         scheduler: takes the lengths to verify.
         runner: takes the draft ids.
         reason: why this drafter, for the report.
+        ahead: plans steps whose drafts stay on the device; None where every draft passes through the host.
         trial: try it once it is known what steps take without it. For a drafter that runs on the device: to draft without
             verifying costs it nearly as much as to verify, so too few forecasts would be made.
     """
 
     def __init__(
-        self, drafter: Drafter, scheduler: Scheduler, runner: ModelRunner, reason: str = "", trial: bool = False
+        self,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        reason: str = "",
+        trial: bool = False,
+        ahead: AheadDrafts | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._reason = reason
-        self._trial = trial
+        self._trial = self._on_device = trial
+        self._ahead = ahead
         self._fixed: int | None = None
         self._forced = False
         self._following = Following(drafter)
         self._switches = LoadSwitches()
         self._costs = StepCosts()
+        self._plain_costs = [self._costs] if ahead is None else [self._costs, ahead.costs]
         self._credit = WorkCredit(_SHARE, _START, _SAVED)
         self._urgent = 0  # forecasts that may still be made on credit
         self._drafted: dict[int, tuple[int, float]] = {}  # sequence -> drafts made for the next step, worth of a token
+        # The last prices and the floor that follows from them.
+        self._floor_of: tuple[np.ndarray | None, float] = (None, 0.0)
         self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
-        self.statistics = SpeculationStatistics()
+        self._statistics = SpeculationStatistics()
+        self._uncounted: list[tuple[Sequence[int] | np.ndarray, ...]] = []  # drafts made, verified and accepted
         self._landed = 0.0  # clock when the last step's results were taken
-        self._was_synchronous = False
+        self._runs_ahead = False  # the step in flight was launched before the last one had landed
+        self._disturbed = True  # drafts were made while the step in flight ran, or it is the first after a prompt
+        self._hoped, self._kept = _HOPES, _HOPES  # drafts of the last steps, by worth: to be kept on average, and kept
+        self._hope = 0.0  # the former, of the step in flight
+        self._expected = 0.0  # seconds, of the step in flight if it is synchronous
         self._comparing = False  # the step in flight runs without drafts to know what they are worth
         self._steps = {False: 0, True: 0}  # with decode rows, by whether speculation was on
         self._best_gain = 0.0  # highest expected gain so far
@@ -86,11 +108,22 @@ class Speculation:
         """
         self._forced, self._fixed = True, length
         if drafter is not None:
-            self._following = Following(drafter)
+            self._following, self._ahead = Following(drafter), None
+
+    @property
+    def statistics(self) -> SpeculationStatistics:
+        """Counts so far."""
+        made, self._uncounted = self._uncounted, []
+        if made:
+            drafted, verified, accepted = zip(*made, strict=True)
+            self._statistics.record(
+                np.concatenate(drafted).astype(np.int64), np.concatenate(verified), np.concatenate(accepted)
+            )
+        return self._statistics
 
     @property
     def synchronous(self) -> bool:
-        """Whether the loop must take a step's results before it plans the next one."""
+        """Whether drafts are verified: then the loop takes a step's results before it plans the next one, unless `ahead`."""
         return self._forced or self._switches.current.on
 
     def end(self, answer: Answer) -> None:
@@ -99,19 +132,29 @@ class Speculation:
         self._drafted.pop(answer.seq.seq_id, None)
         self._pace.pop(answer.seq.seq_id, None)
 
+    def ahead(self) -> DraftsAhead | None:
+        """How to plan the next step while others are in flight; None when its drafts must follow tokens that are known."""
+        if self._ahead is None or not self._ahead.possible:
+            return None
+        rows, costs = self._scheduler.num_running, self._ahead.costs
+        plain = not self._forced and self._measurable and costs.needs_plain(rows, self._switches.current.gain)
+        return self._ahead.offer(self._best, plain=plain, fixed=self._fixed)
+
     def propose(self, answers: Mapping[int, Answer]) -> None:
         """Before a plan of the synchronous loop: draft for every row that is ready, and tell scheduler and runner."""
         self._drafted = {}
         rows = self._running(answers, ready=True)
         if not rows:
             return
-        worth = self._worth(rows)
         limits = self._limits(rows)
-        seconds = self._seconds(len(rows))
-        draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
-        fresh = _OFTEN if self._switches.current.gain < _MODEST else _RARELY
-        self._comparing = not self._forced and self._costs.needs_plain(draft.rows, fresh)
-        lengths = self._lengths(draft, worth, seconds)
+        if self._fixed is None:
+            worth, seconds = self._worth(rows), self._seconds(len(rows))
+            draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
+            lengths = self._lengths(draft, worth, seconds)
+        else:
+            worth = np.ones(len(rows))
+            draft = within_grammars(self._following.draft(rows, limits, 0.0), rows, limits)
+            lengths = np.minimum(draft.counts, self._fixed).astype(np.int32)
         for answer, made, value, length, ids in zip(
             rows, draft.counts.tolist(), worth.tolist(), lengths.tolist(), draft.token_ids.tolist(), strict=True
         ):
@@ -126,32 +169,42 @@ class Speculation:
     def landed(self, result: StepResult, answers: Mapping[int, Answer]) -> None:
         """After a step's results were applied: learn what it cost and gave, and decide how the loop goes on."""
         now = time.perf_counter()
-        plan, synchronous = result.plan, self.synchronous
+        plan, on, ahead = result.plan, self.synchronous, self._runs_ahead
         rows = ~plan.prefills
         decodes = int(rows.sum())
         # From one step's results to the next one's; a longer gap is the caller's, or there was nothing to run.
         passed = min(now - self._landed, 2.0 * result.seconds)
-        steady = decodes == plan.num_rows and synchronous == self._was_synchronous
-        self._was_synchronous, self._landed = synchronous, now
+        self._landed, self._runs_ahead = now, self._scheduler.in_flight > 0
+        steady = decodes == plan.num_rows
+        if not steady and _BEGUN * int((plan.prefills & plan.samples).sum()) >= plan.num_rows:
+            self._urgent = _URGENT
+        if self._ahead is not None:
+            self._ahead.landed(result, self._following, answers)
         if not decodes:
             return
-        self._steps[synchronous] += 1
-        if synchronous:
-            saved = self._count(result, rows)
-            if steady:
+        self._steps[on] += 1
+        drafts_itself = plan.ahead is not None and plan.ahead.width > 0
+        self._credit.earn(passed)
+        disturbed, self._disturbed = self._disturbed, not steady
+        if steady and ahead and not disturbed and not drafts_itself:
+            for costs in self._plain_costs:
+                costs.observe_ahead(decodes, max(passed, result.seconds))
+        if on:
+            saved = self._count(result, rows, answers)
+            if steady and ahead and drafts_itself:
+                assert self._ahead is not None
+                switch = None if self._forced else self._switches.current
+                self._ahead.learn(result, decodes, max(passed, result.seconds), saved, switch)
+            elif steady and not ahead and plan.ahead is None:
                 self._learn(result, decodes, passed, saved)
-        else:
-            if steady:
-                self._costs.observe_ahead(decodes, max(passed, result.seconds))
-            self._credit.earn(passed)
-            if self._trial and steady and self._steps[False] > _TRIAL_AFTER:
-                self._trial = False
-                self._switches.meet(decodes).try_on()
-            elif self._costs.known and (self._credit.ready or self._urgent):
-                self._urgent = _URGENT if self._credit.ready else self._urgent - 1
-                self._probe(decodes, answers)
+        elif self._trial and steady and self._steps[False] > _TRIAL_AFTER:
+            self._trial = False
+            self._switches.meet(decodes).try_on()
+        elif not self._switches.current.rest() and self._costs.known and (self._credit.ready or self._urgent):
+            self._urgent = max(0, self._urgent - 1)
+            self._probe(answers)
         if not self._forced:
-            self._turn(decodes, synchronous, answers)
+            self._turn(decodes, on, answers)
 
     def report(self) -> dict[str, Any]:
         """For the end-of-run report."""
@@ -174,16 +227,34 @@ class Speculation:
             return "never on: the job was too short to tell what drafts are worth"
         return f"never on: at best x{self._best_gain:.2f} of plain decoding's speed was to be expected"
 
+    @property
+    def _truth(self) -> float:
+        """What hopes are worth: drafts that the last steps kept over those that they were to keep on average. Below 1 mostly,
+        however well confidences fit, since it is those that err upwards that are verified.
+        """
+        return min(_MOST_TRUTH, self._kept / self._hoped)
+
     # --- decisions -------------------------------------------------------------------------------------------
 
     def _learn(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
-        """On: what did the step cost, and what did it save? `saved`: accepted drafts by their worth."""
-        self._costs.observe(rows, int(result.plan.drafts.sum()), result.seconds)
+        """On: what did the step cost, and what did it save? `saved`: accepted drafts by their worth.
+
+        Whether it paid is judged by the drafts that were to be kept on average, corrected by what the last steps kept: luck of
+        few rows would outweigh the rest.
+        """
+        drafts = int(result.plan.drafts.sum())
+        self._costs.observe(rows, drafts, result.seconds)
         self._costs.observe_host(rows, passed - result.seconds, result.seconds)
-        if not (self._comparing or self._forced):
-            expected = float(self._costs.synchronous(rows, int(result.plan.drafts.sum()))[-1])
-            without = (rows + saved) * self._costs.ahead(rows) / rows
-            self._switches.current.measure(without, min(passed, _OUTLIER * expected))
+        if self._comparing or self._forced:
+            return
+        plain = self._costs.least(rows)
+        if drafts:
+            self._hoped = _FADE * self._hoped + self._hope
+            self._kept = _FADE * self._kept + saved
+            saved = self._hope * self._truth
+            self._switches.current.measure((rows + saved) * plain / rows, min(passed, _OUTLIER * self._expected))
+        else:
+            self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / plain - 1.0)
 
     def _turn(self, rows: int, was_on: bool, answers: Mapping[int, Answer]) -> None:
         """Go on as the present load's switch says. Drafts that were proposed for the next step are taken back."""
@@ -193,27 +264,45 @@ class Speculation:
         else:
             self._switches.meet(rows)
 
-    def _probe(self, decodes: int, answers: Mapping[int, Answer]) -> None:
+    def _probe(self, answers: Mapping[int, Answer]) -> None:
         """Off: what would drafts save now? A few rows are drafted, nothing is verified."""
-        begin = time.perf_counter()
+        self._disturbed = True
+        if self._on_device and self._scheduler.awaits_masks:
+            return  # a draft would wait behind masks that are filled when this returns
         running = self._running(answers, ready=False)
         rows = self._sample(running)
+        # Not on credit: a text is told once, and what its prompt took is a hundred times as long.
+        self._following.tell(rows)
+        begin = time.perf_counter()
         if rows:
-            worth = self._worth(running)
             limits = self._limits(rows)
-            seconds = self._seconds(decodes)
+            worth, seconds = self._worth(running), self._seconds(len(running))
             draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
-            of = dict(zip((answer.seq.seq_id for answer in running), worth.tolist(), strict=True))
-            value = draft.survivals() * np.array([[of[answer.seq.seq_id]] for answer in rows], np.float32)
-            tokens = scaled_tokens(expected_tokens(value), len(rows), decodes)
-            best = self._best(decodes, tokens, seconds)
-            without, along = (1.0 + float(tokens[best]) / decodes) * self._costs.ahead(decodes), float(seconds[best])
+            without, along = self._forecast(draft, rows, running, worth, seconds)
             self._best_gain = max(self._best_gain, without / along)
             switch = self._switches.current
-            if without < switch.options.enter * along:
-                self._urgent = 0
-            switch.expect(without, along)
+            if not switch.expect(without, along) and switch.promising:
+                self._urgent = max(self._urgent, 1)
         self._credit.spend(time.perf_counter() - begin)
+
+    def _forecast(
+        self, draft: Draft, rows: list[Answer], running: list[Answer], worth: np.ndarray, seconds: np.ndarray
+    ) -> tuple[float, float]:
+        """Seconds that the tokens of a step with drafts would take without speculation, and with it.
+
+        A step is in flight, so it is the second column that could be verified first.
+        """
+        decodes = len(running)
+        plain = self._costs.ahead(decodes)
+        if int(draft.counts.max()) < 2:
+            return plain, float(seconds[0])
+        of = dict(zip((answer.seq.seq_id for answer in running), worth.tolist(), strict=True))
+        value = draft.survivals()[:, 1:] * np.array(
+            [[of[answer.seq.seq_id] * self._truth] for answer in rows], np.float32
+        )
+        tokens = scaled_tokens(expected_tokens(value), len(rows), decodes)
+        best = self._best(decodes, tokens, seconds)
+        return (1.0 + float(tokens[best]) / decodes) * plain, float(seconds[best])
 
     def _sample(self, rows: list[Answer]) -> list[Answer]:
         """Rows to look at: those that are followed already, then new ones as long as little has to be read for them."""
@@ -228,13 +317,23 @@ class Speculation:
         return chosen
 
     def _lengths(self, draft: Draft, worth: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """How much of each row's draft to verify, int32 [R]: the best budget, spent where drafts save most."""
-        if self._fixed is not None:
-            return np.minimum(draft.counts, self._fixed).astype(np.int32)
-        if self._comparing or not self._costs.known:
-            return np.zeros(draft.rows, np.int32)
-        value = draft.survivals() * worth[:, None]
-        return admit(value, draft.counts, self._best(draft.rows, expected_tokens(value), seconds))
+        """How much of each row's draft to verify, int32 [R]: the best budget, spent where drafts save most. None where the
+        step shall say what drafts are measured against.
+        """
+        self._comparing, self._expected = False, float(seconds[0])
+        none = np.zeros(draft.rows, np.int32)
+        if not self._costs.known:
+            return none
+        choice = choose(draft.survivals() * (worth[:, None] * self._truth), draft.counts, seconds, _EDGE, round_sizes)
+        if not choice.budget:
+            return none
+        gain = choice.gain * self._costs.ahead(draft.rows) / float(seconds[0])
+        self._comparing = not self._forced and self._measurable and self._costs.needs_plain(draft.rows, gain)
+        if self._comparing:
+            return none
+        self._expected = float(seconds[choice.budget])
+        self._hope = draft.rows * (choice.gain * self._expected / float(seconds[0]) - 1.0) / self._truth
+        return choice.lengths
 
     def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
         """Drafts to verify by the best rate over all budgets; 0 unless it is clearly better than none."""
@@ -248,9 +347,11 @@ class Speculation:
 
     def _floor(self, worth: np.ndarray, seconds: np.ndarray) -> float:
         """Survival below which no draft of rows of this `worth` [R] can pay."""
-        if self._fixed is not None or not self._costs.known:
+        if not self._costs.known:
             return 0.0
-        return worthless_below(len(worth), seconds) / float(worth.max())
+        if self._floor_of[0] is not seconds:
+            self._floor_of = seconds, worthless_below(len(worth), seconds)
+        return self._floor_of[1] / float(worth.max())
 
     def _worth(self, rows: Sequence[Answer]) -> np.ndarray:
         """What an accepted token of each row saves against the average, float64 [R]."""
@@ -258,6 +359,13 @@ class Speculation:
             return np.ones(len(rows))
         left = [(row.limit - len(row.seq.tokens)) / self._pace.get(row.seq.seq_id, 1.0) for row in rows]
         return token_worth(np.array(left), self._costs.fixed_share(len(rows)))
+
+    @property
+    def _measurable(self) -> bool:
+        """Whether the next step may say what plain ones take: with prompts in it, it would not."""
+        state = self._scheduler.state
+        running = state.seq_ids >= 0
+        return bool(running.any() and (state.computed >= state.target)[running].all())
 
     # --- rows ------------------------------------------------------------------------------------------------
 
@@ -275,14 +383,18 @@ class Speculation:
         room = [row.limit - len(row.seq.tokens) - 1 for row in rows]
         return np.clip(np.array(room, np.int32), 0, self._following.drafter.max_draft)
 
-    def _count(self, result: StepResult, rows: np.ndarray) -> float:
-        """Take a synchronous step into the statistics; returns its accepted drafts, each by its worth."""
+    def _count(self, result: StepResult, rows: np.ndarray, answers: Mapping[int, Answer]) -> float:
+        """Take a step into the statistics; returns its accepted drafts, each by its worth."""
         plan = result.plan
         taken = rows & (result.num_tokens > 0)
         ids, accepted = plan.seq_ids[taken].tolist(), result.num_tokens[taken] - 1
         made = [self._drafted.get(seq_id, (0, 1.0)) for seq_id in ids]
-        self.statistics.record(np.array([count for count, _ in made], np.int64), plan.drafts[taken], accepted)
+        drafted = plan.drafts[taken] if plan.ahead is not None else [count for count, _ in made]
+        self._uncounted.append((drafted, result.verified[taken], accepted))
+        if len(self._uncounted) >= _UNCOUNTED:
+            _ = self.statistics
         for seq_id, number in zip(ids, accepted.tolist(), strict=True):
-            pace = self._pace.get(seq_id, 1.0)
-            self._pace[seq_id] = pace + _PACE_RATE * (1.0 + number - pace)
+            if seq_id in answers:
+                pace = self._pace.get(seq_id, 1.0)
+                self._pace[seq_id] = pace + _PACE_RATE * (1.0 + number - pace)
         return sum(number * worth for number, (_, worth) in zip(accepted.tolist(), made, strict=True))

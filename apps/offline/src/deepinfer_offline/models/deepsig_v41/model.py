@@ -208,7 +208,13 @@ class DeepSigV41Model:
 
     @torch.no_grad()
     def draft_blocks(
-        self, anchors: Tensor, positions: Tensor, tables: Tensor, cache: V41Cache, choose: DraftChooser
+        self,
+        anchors: Tensor,
+        positions: Tensor,
+        tables: Tensor,
+        cache: V41Cache,
+        choose: DraftChooser,
+        longest: int,
     ) -> DraftedBlocks:
         """See `deepinfer_offline.models.base.DraftsBlocks`. Positions before a replay's start are never in reach: it begins a
         window before the first anchor at the latest.

@@ -80,18 +80,19 @@ class LlamaDraft:
         embedding: torch.Tensor,
         logits: Callable[[torch.Tensor], torch.Tensor],
         choose: DraftChooser,
+        longest: int,
     ) -> DraftedBlocks:
         """See `DraftsBlocks.draft_blocks`.
 
         Args:
-            anchors, positions, tables, choose: see there.
+            anchors, positions, tables, choose, longest: see there.
             pools: from `allocate`.
             embedding: the target's, [vocab, hidden].
             logits: the target's head: [n, hidden] -> float32 [n, vocab].
         """
-        size = self._slab(positions)
+        size = self._slab(longest)
         parts = [slice(start, start + size) for start in range(0, len(anchors), size)]
-        hidden = torch.cat([self._block(anchors[p], positions[p], tables[p], pools, embedding) for p in parts])
+        hidden = torch.cat([self._block(anchors[p], positions[p], tables[p], pools, embedding, longest) for p in parts])
         base = logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
         tokens, confidence = self._model.sequential(base, hidden, anchors, choose)
         return DraftedBlocks(tokens, confidence)
@@ -103,10 +104,11 @@ class LlamaDraft:
         tables: torch.Tensor,
         pools: Pools,
         embedding: torch.Tensor,
+        longest: int,
     ) -> torch.Tensor:
         """Hidden states of the parallel stage, [r, K, hidden]."""
         rows, width = len(anchors), self.config.block_size
-        blocks, visible = self._visible(positions, tables)
+        blocks, visible = self._visible(positions, tables, longest)
         own = visible.new_ones(rows, width)
         mask = torch.cat((visible, own), dim=1).unsqueeze(1).expand(-1, width, -1)
 
@@ -116,10 +118,10 @@ class LlamaDraft:
 
         return self._model.block(anchors[:, None], positions[:, None], map(context, pools), embedding, mask)
 
-    def _slab(self, positions: torch.Tensor) -> int:
+    def _slab(self, longest: int) -> int:
         """Rows whose context of one layer is gathered at once."""
-        longest = min(int(positions.max()), self.config.window or 1 << 30) + 2 * self._block_size
-        return max(1, _MAX_GATHERED // (2 * longest * self.config.num_kv_heads * self.config.head_dim))
+        context = min(longest, self.config.window or 1 << 30) + 2 * self._block_size
+        return max(1, _MAX_GATHERED // (2 * context * self.config.num_kv_heads * self.config.head_dim))
 
     def _places(self, batch: ForwardBatch) -> torch.Tensor:
         """int64 [T], where each token's context goes in the flattened pools; block 0, which nobody reads, below a write floor.
@@ -132,12 +134,13 @@ class LlamaDraft:
         places = batch.block_tables[GROUP][rows, positions // size].long() * size + positions % size
         return torch.where(positions >= batch.write_floors[rows], places, positions % size)
 
-    def _visible(self, positions: torch.Tensor, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _visible(
+        self, positions: torch.Tensor, tables: torch.Tensor, longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Blocks [R, n] to read, and bool [R, n * block_size] of the positions that a block attends to."""
         size, window = self._block_size, self.config.window
-        last = int(positions.max())
-        columns = torch.arange(-(-last // size), device=positions.device).expand(len(positions), -1)
-        if window and window + size < last:
+        columns = torch.arange(-(-longest // size), device=positions.device).expand(len(positions), -1)
+        if window and window + size < longest:
             first = (positions - window).clamp_min(0) // size
             columns = first[:, None] + torch.arange(-(-window // size) + 1, device=positions.device)
         places = columns[..., None] * size + torch.arange(size, device=positions.device)

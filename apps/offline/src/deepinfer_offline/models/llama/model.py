@@ -95,6 +95,11 @@ class LlamaModel:
         captures = getattr(self.ops.attention, "captures", False) and self.draft is None
         return self.options.max_model_len if captures else None
 
+    @property
+    def takes_bounds(self) -> bool:
+        """See `deepinfer_offline.models.base.TakesBounds`: whether the attention does; nothing else looks at lengths."""
+        return getattr(self.ops.attention, "takes_bounds", False)
+
     def forward(self, batch: ForwardBatch, cache: LlamaCache) -> torch.Tensor:
         prepared = self.ops.attention.prepare(batch, self.rope)
         hidden = self.embedding[batch.token_ids]
@@ -125,10 +130,11 @@ class LlamaModel:
         tables: torch.Tensor,
         cache: LlamaCache,
         choose: DraftChooser,
+        longest: int,
     ) -> DraftedBlocks:
         """See `deepinfer_offline.models.base.DraftsBlocks`."""
         assert self.draft is not None, "no draft was loaded"
-        return self.draft.propose(anchors, positions, tables, cache.draft, self.embedding, self.logits, choose)
+        return self.draft.propose(anchors, positions, tables, cache.draft, self.embedding, self.logits, choose, longest)
 
     def _tap(self, features: list[torch.Tensor], layer: int, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Keep the output of a tapped layer: a copy, since the next layer may overwrite it."""

@@ -61,6 +61,8 @@ class CudaAttention:
     layout = "cuda-1"
     captures = True
     """A step of decode rows takes no decision from the host, so a graph of it can be replayed."""
+    takes_bounds = True
+    """Nor does any other, beyond shapes and the tokens of its longest row: `deepinfer_offline.models.base.TakesBounds`."""
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape

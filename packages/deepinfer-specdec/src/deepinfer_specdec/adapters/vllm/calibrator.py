@@ -22,7 +22,7 @@ class Calibrator:
         options: what the user chose.
 
     Raises:
-        CalibrationError: a file that is none, or one for shorter drafts.
+        CalibrationError: a file that is none, one for shorter drafts, or one with offsets.
     """
 
     def __init__(self, width: int, options: VerificationOptions) -> None:
@@ -33,6 +33,11 @@ class Calibrator:
             if scaling.temperatures.size < width:
                 raise CalibrationError(
                     f"{options.temperatures} has {scaling.temperatures.size} temperatures; allowed: at least {width}"
+                )
+            if scaling.offsets.any():
+                raise CalibrationError(
+                    f"{options.temperatures} has offsets; allowed: temperatures alone, as training with --verification standard "
+                    "writes them"
                 )
         self._online = OnlineCalibration(width, refit_every=1 << 62, start=scaling)
         self._width = width

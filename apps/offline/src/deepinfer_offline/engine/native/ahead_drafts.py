@@ -1,0 +1,139 @@
+"""Which steps verify drafts ahead of the host, how many, and what is learned when their results come.
+
+A step verifies the block that the step before drafts, so it is planned while that block is not there. How many drafts it
+verifies is settled by blocks at least two steps old: neither the block that it verifies, nor the one whose outcome is not known
+yet, has a say. Which ones is settled on the device, by the block's own confidences (`ahead_rows.share_drafts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from deepinfer_sched import DraftsAhead
+from deepinfer_specdec.scheduling.budget import expected_tokens
+from deepinfer_specdec.scheduling.costs import StepCosts
+from deepinfer_specdec.scheduling.relay import SurvivalRelay
+
+if TYPE_CHECKING:
+    from deepinfer_sched import Scheduler
+    from deepinfer_specdec.scheduling.switch import SpeculationSwitch
+
+    from deepinfer_offline.engine.native.answer import Answer
+    from deepinfer_offline.engine.native.dspark import DSparkDrafter
+    from deepinfer_offline.engine.native.following import Following
+    from deepinfer_offline.engine.native.results import StepResult
+
+LAG = 2  # steps between the block that a budget looks at last, and the step it is for
+
+_OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
+
+ChooseBudget = Callable[[int, np.ndarray, np.ndarray], int]
+"""Rows; float64 [n + 1], the drafts expected to hold of the best 0..n; float64 [m + 1], seconds of a step that verifies 0..m,
+m >= n -> drafts to verify."""
+
+
+class AheadDrafts:
+    """Plans steps ahead for a drafter whose blocks are made by the steps themselves. Called by the loop's thread only.
+
+    Args:
+        drafter: learns its calibration from the blocks.
+        scheduler: of the engine.
+
+    Attributes:
+        costs: of steps that draft, whatever they verify, and of plain ones, in the loop that runs ahead.
+    """
+
+    def __init__(self, drafter: DSparkDrafter, scheduler: Scheduler) -> None:
+        self._drafter, self._scheduler = drafter, scheduler
+        self.costs = StepCosts()
+        slots = scheduler.config.max_running
+        self._relay = SurvivalRelay(slots, drafter.max_draft, lag=LAG)
+        self._of = np.full(slots, -1, np.int64)  # the sequence that the relay's blocks of a slot belong to
+        self._applied = 0  # the last step whose results are known
+        self._plain = 0  # the last step that was planned without any drafts
+
+    @property
+    def possible(self) -> bool:
+        """Whether the next step can be planned ahead. Rows bound to a grammar need the tokens on the host: a draft is masked
+        place by place, each mask after the drafts before it.
+        """
+        state = self._scheduler.state
+        return not state.constrained[state.seq_ids >= 0].any()
+
+    def offer(self, choose: ChooseBudget, *, plain: bool, fixed: int | None = None) -> DraftsAhead:
+        """How to plan the next step.
+
+        Args:
+            choose: the budget, where rows have drafts.
+            plain: neither draft nor verify in this step, to see what that takes; one such step is in flight at a time.
+            fixed: verify this many in every row instead.
+        """
+        if plain and self._plain <= self._applied:
+            return DraftsAhead(0, self._none)
+
+        def budget(step: int, slots: np.ndarray, most: np.ndarray) -> int:
+            if fixed is not None:
+                return int(np.minimum(most, fixed).sum())
+            if not most.any() or not self.costs.known:
+                return 0
+            return min(choose(len(slots), self.forecast(step, slots), self.seconds(len(slots))), int(most.sum()))
+
+        return DraftsAhead(self._drafter.max_draft, budget)
+
+    def forecast(self, step: int, slots: np.ndarray) -> np.ndarray:
+        """float64 [n + 1]: drafts expected to hold of the best 0..n of these slots, by blocks of `step` - 2 and before."""
+        self._meet(slots)
+        found = self._relay.forecast(step, slots)
+        return expected_tokens(found.survivals, found.weights)
+
+    def seconds(self, rows: int) -> np.ndarray:
+        """float64 [n + 1], what steps of these rows take that verify 0 to all of the drafts they may have."""
+        return self.costs.alone(rows) + self.costs.extra(rows, rows * self._drafter.max_draft)
+
+    def learn(
+        self, result: StepResult, rows: int, seconds: float, saved: float, switch: SpeculationSwitch | None
+    ) -> None:
+        """What a step took that ran ahead and drafted, and with a `switch` what that says of speculation.
+
+        Args:
+            result: of the step, which only decoded.
+            rows: of the step.
+            seconds: from the results before to its own.
+            saved: accepted drafts by their worth.
+            switch: of the present load; None while speculation is forced.
+        """
+        drafts = int(result.verified.sum())
+        self.costs.observe(rows, drafts, seconds)
+        if switch is not None:
+            expected = float(self.seconds(rows)[drafts])
+            without = (rows + saved) * self.costs.ahead(rows) / rows
+            switch.measure(without, min(seconds, _OUTLIER * expected))
+
+    def landed(self, result: StepResult, following: Following, answers: Mapping[int, Answer]) -> None:
+        """A step's results were applied: settle the blocks it verified, remember the ones it drafted."""
+        plan, drafted = result.plan, result.drafted
+        self._applied = plan.step
+        if drafted is None:
+            return
+        ids = plan.seq_ids[drafted.plan_rows]
+        live = np.array([seq_id in answers for seq_id in ids.tolist()], bool)
+        live &= self._scheduler.state.seq_ids[plan.slots[drafted.plan_rows]] == ids
+        rows = [answers[seq_id] for seq_id in ids[live].tolist()]
+        following.tell(rows)
+        self._drafter.guess(ids[live].tolist(), drafted.token_ids[live], drafted.confidence[live])
+        slots = plan.slots[drafted.plan_rows][live]
+        self._meet(slots)
+        self._relay.record(plan.step, slots, self._drafter.calibration.scaling.survival(drafted.confidence[live]))
+
+    def _none(self, step: int, _slots: np.ndarray, _most: np.ndarray) -> int:
+        self._plain = step
+        return 0
+
+    def _meet(self, slots: np.ndarray) -> None:
+        """What the former sequence of a slot drafted no longer counts."""
+        now = self._scheduler.state.seq_ids[slots]
+        for slot in slots[self._of[slots] != now].tolist():
+            self._relay.reset(slot)
+        self._of[slots] = now

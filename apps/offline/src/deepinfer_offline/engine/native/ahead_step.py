@@ -1,0 +1,193 @@
+"""Steps with DSpark drafts that are launched while the step whose tokens they follow still runs.
+
+What a step needs of the one before stays on the device: the tokens with the drafts behind them in the token buffer, how many
+tokens each slot has, and the confidences of its block. A step
+
+    shares its budget of drafts out by those confidences, and so knows its rows,
+    runs the model, draws at every place, keeps the drafts that agree,
+    drafts the block that follows in every row that drew,
+    and leaves tokens, lengths and confidences for the next one.
+
+The host gets copies when they are there. It reads nothing in between, and nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from deepinfer_sched import StepPlan
+
+from deepinfer_offline.engine.native.acceptance import keep_agreeing
+from deepinfer_offline.engine.native.ahead_rows import DrawingRows, ahead_batch, lay_out
+from deepinfer_offline.engine.native.results import DraftedRows, LogprobsDownload, PromptLogprobs, StepResult
+from deepinfer_offline.models.base import DraftedBlocks, DraftsBlocks, ForwardBatch, Model, TakesBounds
+from deepinfer_offline.ops.transfers import Download, StepClock
+from deepinfer_offline.sampling.device_rows import DeviceRows
+
+if TYPE_CHECKING:
+    from deepinfer_specdec.scheduling.calibration import TemperatureScaling
+
+    from deepinfer_offline.engine.native.batch import StepInputs
+    from deepinfer_offline.engine.native.runner import MaskSource, ModelRunner
+    from deepinfer_offline.sampling.batch import Logprobs, SamplingTable
+
+
+def can_run_ahead(model: Model) -> bool:
+    """Whether the model computes rows whose lengths the host knows as upper bounds only.
+
+    On a CPU any does: there a step sees the true lengths, because its memory is the host's and the step before is done.
+    """
+    return torch.device(model.options.device).type == "cpu" or _takes_bounds(model)
+
+
+def _takes_bounds(model: Model) -> bool:
+    return isinstance(model, TakesBounds) and model.takes_bounds
+
+
+class AheadSteps:
+    """Runs steps that were planned ahead, in the step's thread and in their order.
+
+    Args:
+        runner: of the engine; its model has a block draft.
+        table: parameters by slot.
+        scaling: called when a step is launched: the calibration of its confidences.
+    """
+
+    def __init__(self, runner: ModelRunner, table: SamplingTable, scaling: Callable[[], TemperatureScaling]) -> None:
+        self._runner, self._table, self._scaling = runner, table, scaling
+        self._drafts = cast("DraftsBlocks", runner.model)
+        options = runner.model.options
+        self._device, self._exact = options.device, not _takes_bounds(runner.model)
+        self._lengths = torch.zeros(options.max_running, dtype=torch.int64, device=options.device)
+        self._confidence = torch.zeros(options.max_running, self._drafts.draft_width, device=options.device)
+
+    def launch(
+        self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None, moves: Sequence[Future[Any]]
+    ) -> Callable[[], EnqueuedAhead]:
+        """The step as a call for the worker, with what the host knows now."""
+        now = self._scaling()
+        scaling = np.stack([now.temperatures, now.offsets]).astype(np.float32)
+        return partial(self._run, plan, inputs, masks, moves, scaling)
+
+    # --- in the step's thread --------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        masks: MaskSource | None,
+        moves: Sequence[Future[Any]],
+        scaling: np.ndarray,
+    ) -> EnqueuedAhead:
+        clock, runner = StepClock(self._device), self._runner
+        for done in moves:
+            done.result()
+        rows = lay_out(plan, self._lengths, self._confidence, scaling, runner.tokens)
+        batch = ahead_batch(plan, inputs, rows, runner.tokens, self._device, exact=self._exact)
+        hidden = runner.model.forward(batch, runner.cache)
+        prompts = tuple(runner.score_prompt(chunk, hidden) for chunk in inputs.prompts)
+        logits = runner.logits(inputs, hidden)
+        accepted, logprobs, block = None, None, None
+        if logits is not None:
+            params = DeviceRows(self._table, rows.slots, rows.lowest, rows.span, runner.tokens.data)
+            found = masks(inputs.samples) if masks is not None else None
+            drawn = params.choose(logits, rows.owner, rows.positions, *(found or (None, None)))
+            logprobs = params.logprobs(logits, drawn)
+            drafted = rows.column < rows.verified[rows.owner]
+            accepted = keep_agreeing(
+                drawn, runner.tokens, rows.owner, rows.column, drafted, rows.places, rows.begins, rows.width
+            )
+            lengths = rows.first + accepted.counts
+            self._lengths[self._slots(rows)] = lengths
+            if plan.ahead is not None and plan.ahead.width:
+                block = self._draft(rows, batch, lengths, params, inputs)
+        copies = [] if accepted is None else [accepted.token_ids, accepted.counts, rows.verified]
+        blocks = [] if block is None else [block.token_ids, block.confidence]
+        sent = LogprobsDownload(logprobs)
+        asked = self._table.logprobs[rows.slots] >= 0
+        clock.stop()
+        return EnqueuedAhead(plan, rows.plan_rows, Download(copies), Download(blocks), sent, asked, prompts, clock)
+
+    def _draft(
+        self, rows: DrawingRows, batch: ForwardBatch, lengths: torch.Tensor, params: DeviceRows, inputs: StepInputs
+    ) -> DraftedBlocks:
+        """Draft the block that follows in every row. Its tokens stay in the token buffer, where the next step verifies them."""
+        tokens, every = self._runner.tokens, torch.arange(len(lengths), device=lengths.device)
+        anchors = tokens.gather(rows.base + lengths - 1)
+
+        def choose(logits: torch.Tensor, column: int) -> torch.Tensor:
+            ids = self._choose(params, logits, every, lengths + column)
+            tokens.scatter(rows.base + lengths + column, ids)
+            return ids
+
+        tables = batch.block_tables[self._drafts.draft_group][rows.there].long()
+        longest = int(inputs.host.seq_lens.max())
+        block = self._drafts.draft_blocks(anchors, lengths - 1, tables, self._runner.cache, choose, longest)
+        self._confidence[self._slots(rows)] = block.confidence.float()
+        return block
+
+    def _choose(
+        self, params: DeviceRows, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        return params.choose(logits, rows, positions)
+
+    def _slots(self, rows: DrawingRows) -> torch.Tensor:
+        return rows.base // self._runner.tokens.capacity
+
+
+@dataclass(frozen=True, slots=True)
+class EnqueuedAhead:
+    """A step whose work is enqueued.
+
+    Attributes:
+        plan: the step.
+        plan_rows: int64 [D], the rows that draw.
+        emitted: ids [D, w], counts [D] and verified drafts [D] on their way; nothing where nothing is drawn.
+        blocks: drafted ids [D, K] and raw confidences [D, K] on their way; nothing where none were.
+        logprobs: of all draws, if a row asked.
+        asked: bool [D], which rows did.
+        prompts: log-probabilities of prompt tokens.
+        clock: of the step.
+    """
+
+    plan: StepPlan
+    plan_rows: np.ndarray
+    emitted: Download
+    blocks: Download
+    logprobs: LogprobsDownload
+    asked: np.ndarray
+    prompts: tuple[PromptLogprobs, ...]
+    clock: StepClock
+
+    def result(self) -> StepResult:
+        """Wait for the device."""
+        emitted = [tensor.numpy() for tensor in self.emitted.wait()]
+        blocks = [tensor.numpy() for tensor in self.blocks.wait()]
+        size, width = self.plan.num_rows, emitted[0].shape[1] if emitted else 1
+        ids, counts, verified = np.zeros((size, width), np.int32), np.zeros(size, np.int32), np.zeros(size, np.int32)
+        draw_rows = np.zeros(0, np.int64)
+        if emitted:
+            ids[self.plan_rows], counts[self.plan_rows], verified[self.plan_rows] = emitted
+            draw_rows = np.repeat(self.plan_rows, emitted[2] + 1)
+        return StepResult(
+            plan=self.plan,
+            token_ids=ids,
+            num_tokens=counts,
+            logprobs=self._logprobs(emitted[2] + 1) if emitted else None,
+            draw_rows=draw_rows,
+            prompts=self.prompts,
+            seconds=self.clock.seconds(),
+            verified=verified,
+            drafted=DraftedRows(self.plan_rows, *blocks) if blocks else None,
+        )
+
+    def _logprobs(self, draws: np.ndarray) -> Logprobs | None:
+        """Those of the rows that asked."""
+        found = self.logprobs.wait()
+        return None if found is None else found.take(np.flatnonzero(np.repeat(self.asked, draws)))
