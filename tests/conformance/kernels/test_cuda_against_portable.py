@@ -113,7 +113,7 @@ def test_moe_experts(t, experts, d, m, k, dtype) -> None:
     weights = portable.ExpertWeights(gate_up, down, gate_up_scale, down_scale)
     x = rand(t, d, dtype=dtype)
     ids = torch.stack([torch.randperm(experts)[:k] for _ in range(t)]).to(DEVICE)
-    ids[t // 2 :, 0] = ids[-1, 0]  # one expert with many tokens
+    ids[t // 2 :, 0] = ids[-1, 0].clone()  # one expert with many tokens
     ids[t // 2 :, 1:][ids[t // 2 :, 1:] == ids[-1, 0]] = (ids[-1, 0] + 1) % experts
     gates = torch.rand(t, k).to(DEVICE)
     want = portable.moe_experts(x, ids, gates, weights, limit=3.0)
