@@ -118,7 +118,11 @@ def test_moe_experts(t, experts, d, m, k, dtype) -> None:
     gates = torch.rand(t, k).to(DEVICE)
     want = portable.moe_experts(x, ids, gates, weights, limit=3.0)
     assert_near(kernels.moe_experts(x, ids, gates, weights, limit=3.0), want, dtype)
-    if dtype == torch.bfloat16:
+    if dtype == torch.float32:
+        assert not kernels.prepare_experts(weights, dtype=dtype).gate_up.packed
+        with pytest.raises(kernels.ArgumentError, match=r"x has dtype torch\.float32"):
+            kernels.moe_experts(x, ids, gates, kernels.prepare_experts(weights, kernel="sm90"), limit=3.0)
+    else:
         prepared = kernels.prepare_experts(weights)
         assert_near(kernels.moe_experts(x, ids, gates, prepared, limit=3.0), want, dtype)
         if prepared.gate_up.packed:

@@ -53,13 +53,14 @@ class PackedExperts:
         return self.gate_up.nbytes + self.down.nbytes
 
 
-def prepare_experts(experts: Any, *, kernel: str | None = None) -> PackedExperts:
+def prepare_experts(experts: Any, *, dtype: torch.dtype = torch.bfloat16, kernel: str | None = None) -> PackedExperts:
     """Repack a layer's FP4 experts once, at load.
 
     Args:
         experts: Anything with `gate_up`, `down` (int8/uint8 [E, rows, columns / 2]) and `gate_up_scale`, `down_scale`
             (E8M0 [E, rows, ceil(columns / 32)]); gate rows first.
-        kernel: `sm90` or `portable`; default by the device of the weights.
+        dtype: of the activations to come: `sm90` takes bfloat16 only.
+        kernel: `sm90` or `portable`; default by the device of the weights and `dtype`.
 
     Raises:
         ArgumentError: Dense experts, or shapes that do not belong together.
@@ -73,7 +74,8 @@ def prepare_experts(experts: Any, *, kernel: str | None = None) -> PackedExperts
     )
     if kernel is None:
         fits = gate_up.columns % 16 == 0 and down.columns % 16 == 0
-        kernel = "sm90" if device_arch(gate_up.codes.device) == 90 and fits else "portable"
+        hopper = device_arch(gate_up.codes.device) == 90 and dtype == torch.bfloat16
+        kernel = "sm90" if hopper and fits else "portable"
     if kernel == "sm90":
         return PackedExperts(pack_sm90(gate_up, swiglu=True), pack_sm90(down))
     return PackedExperts(gate_up, down)
@@ -119,6 +121,8 @@ def moe_experts(
     packed = experts if isinstance(experts, PackedExperts) else prepare_experts(experts, kernel="portable")
     require(x.shape[1] == packed.gate_up.columns, f"x has {x.shape[1]} channels; experts take {packed.gate_up.columns}")
     require_same_device(x, ids, weights, packed.gate_up.codes)
+    if packed.gate_up.packed:
+        require_dtype("x", x, torch.bfloat16)
     out = torch.empty_like(x)
     if x.shape[0] == 0:
         return out
@@ -251,6 +255,8 @@ def mx_linear(
     require(x.shape[1] == weights.columns, f"x has {x.shape[1]} channels; weights take {weights.columns}")
     require((swiglu_limit is not None) <= (weights.swiglu or not weights.packed), "weights are not packed for swiglu")
     require_same_device(x, weights.codes)
+    if weights.packed:
+        require_dtype("x", x, torch.bfloat16)
     tokens, rows = x.shape[0], weights.rows
     width = rows // 2 if swiglu_limit is not None else rows
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device) if out is None else out

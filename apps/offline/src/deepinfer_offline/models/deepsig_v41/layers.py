@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from deepinfer_offline.models.base import ModelOptions
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.ops.cuda.support import NAME, kernels, supports
@@ -28,9 +30,9 @@ def packs_experts(config: V41Config, options: ModelOptions) -> bool:
     return config.quantised and registry.select(OP, options.device, options.dtype, detail=config).name == NAME
 
 
-def pack_experts(experts: Any) -> Any:
-    """A layer's FP4 experts as the kernels read them; dense ones as they are."""
-    return experts if experts.gate_up_scale is None else kernels().prepare_experts(experts)
+def pack_experts(experts: Any, *, dtype: torch.dtype) -> Any:
+    """A layer's FP4 experts as the kernels read them for activations of a dtype; dense ones as they are."""
+    return experts if experts.gate_up_scale is None else kernels().prepare_experts(experts, dtype=dtype)
 
 
 def shape_reason(config: V41Config) -> str | None:

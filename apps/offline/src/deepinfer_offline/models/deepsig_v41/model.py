@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,7 +139,7 @@ class DeepSigV41Model:
             dtype=options.dtype,
             device=options.device,
             keep_fp4=keeps_fp4(parts.config, parts.schedule, options.dtype) or packs_experts(parts.config, options),
-            pack=pack_experts if packs_experts(parts.config, options) else None,
+            pack=partial(pack_experts, dtype=options.dtype) if packs_experts(parts.config, options) else None,
         )
         return cls(parts, loader.load(), options, token_map, decoder_replay)
 
