@@ -14,6 +14,7 @@ import pytest
 import torch
 from deepinfer_offline.engine.native import ahead_step
 from deepinfer_offline.engine.native.engine import NativeEngine
+from deepinfer_offline.sampling.device_draws import RowDraws
 from deepinfer_sched.slots import SlotState
 from deepinfer_specdec.scheduling.switch import SpeculationSwitch
 from toy_drafts import WIDTH, BoundsToy, DraftingToy, check_all, count_steps, make_drafting_engine, random_job, sizes
@@ -139,7 +140,7 @@ def everything_is_kept(keep: Any) -> Any:
 
 
 def numbers_of_the_lowest_position(choose: Any) -> Any:
-    return lambda self, logits, rows, positions, *rest: choose(self, logits, rows, self._lowest[rows], *rest)
+    return lambda self, logits, positions, *rest: choose(self, logits, self._params.lowest[self._rows], *rest)
 
 
 def slack_is_forgotten(launch: Any) -> Any:
@@ -155,7 +156,7 @@ def slack_is_forgotten(launch: Any) -> Any:
     [
         (ahead_step, "lay_out", rows_start_at_their_bound),
         (ahead_step, "keep_agreeing", everything_is_kept),
-        (ahead_step.DeviceRows, "choose", numbers_of_the_lowest_position),
+        (RowDraws, "choose", numbers_of_the_lowest_position),
         (SlotState, "launch", slack_is_forgotten),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
