@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.batch import StepInputs
     from deepinfer_offline.engine.native.runner import MaskSource, ModelRunner
     from deepinfer_offline.sampling.batch import Logprobs, SamplingTable
+    from deepinfer_offline.sampling.device_draws import RowDraws
 
 
 def can_run_ahead(model: Model) -> bool:
@@ -124,7 +125,7 @@ class AheadSteps:
         anchors = tokens.gather(rows.base + lengths - 1)
 
         def choose(logits: torch.Tensor, column: int) -> torch.Tensor:
-            ids = draws.choose(logits, lengths + column)
+            ids = self._choose(draws, logits, lengths + column)
             tokens.scatter(rows.base + lengths + column, ids)
             return ids
 
@@ -133,6 +134,9 @@ class AheadSteps:
         block = self._drafts.draft_blocks(anchors, lengths - 1, tables, self._runner.cache, choose, longest)
         self._confidence[self._slots(rows)] = block.confidence.float()
         return block
+
+    def _choose(self, draws: RowDraws, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return draws.choose(logits, positions)
 
     def _slots(self, rows: DrawingRows) -> torch.Tensor:
         return rows.base // self._runner.tokens.capacity

@@ -25,7 +25,7 @@ from deepinfer_offline.engine.native.memory import (
 )
 from deepinfer_offline.engine.native.pages import NativePages
 from deepinfer_offline.engine.native.parts import Parts
-from deepinfer_offline.engine.native.runner import ModelRunner
+from deepinfer_offline.engine.native.runner import MAX_DRAFTS, ModelRunner
 from deepinfer_offline.engine.native.store import KvStore, check_folder, open_tiers
 from deepinfer_offline.engine.options import EngineOptions, format_bytes
 from deepinfer_offline.engine.structured import GrammarCompiler
@@ -140,14 +140,16 @@ def _step_size(options: EngineOptions, defaults: _Defaults) -> tuple[int, int]:
 def _limits(
     options: EngineOptions, groups: tuple[CacheGroup, ...], resolved: ModelOptions, strategy: str
 ) -> CacheConfig:
-    # A row planned ahead of its drafts also holds what the drafts of a step already applied may have reached.
+    # A row planned ahead of its drafts holds what it may verify, however few all rows do, and also what the drafts of a step
+    # already applied may have reached.
     drafts_ahead = options.async_scheduling and options.speculative in ("auto", "dspark")
+    reach = resolved.max_step_tokens + (resolved.max_running * MAX_DRAFTS if drafts_ahead else 0)
     return CacheConfig(
         groups=paged_groups(groups),
         num_pages=1,
         max_running=resolved.max_running,
         max_model_len=resolved.max_model_len,
-        max_tokens_per_step=resolved.max_step_tokens,
+        max_tokens_per_step=reach,
         max_in_flight=_ahead(options) + drafts_ahead,
         enable_prefix_cache=options.enable_prefix_caching,
         strategy=strategy,
