@@ -16,6 +16,7 @@ from deepinfer_offline.engine.native import ahead_step
 from deepinfer_offline.engine.native.engine import NativeEngine
 from deepinfer_offline.sampling.device_draws import RowDraws
 from deepinfer_sched.slots import SlotState
+from deepinfer_specdec import create_drafter
 from deepinfer_specdec.scheduling.switch import SpeculationSwitch
 from toy_drafts import WIDTH, BoundsToy, DraftingToy, check_all, count_steps, make_drafting_engine, random_job, sizes
 from toy_engine import ask, check, run
@@ -88,6 +89,42 @@ def test_left_to_itself_it_tries_and_then_decides(measured: str, monkeypatch: py
         assert steps["ahead"]
         seen += steps
     assert seen["follows"] >= 8
+
+
+def test_another_drafter_can_be_forced_while_steps_are_in_flight() -> None:
+    """In the middle of answers, with steps in flight that draft themselves; and when all answers have ended."""
+    seen: Counter[str] = Counter()
+    for job in range(12):
+        rng = random.Random(job)
+        engine = make_drafting_engine(**sizes(rng))
+        speculation: Any = engine._parts.speculation
+        speculation.force(WIDTH)
+        steps, when = count_steps(engine), rng.randrange(3, 8)
+
+        def change(
+            step: int, when: int = when, engine: Any = engine, speculation: Any = speculation, steps: Any = steps
+        ) -> None:
+            if step == when:
+                steps["flying"] += any(one.flight.plan.ahead is not None for one in engine._airborne)
+                speculation.force(3, create_drafter("suffix"))
+
+        check_all(engine, random_job(rng), change)
+        seen += steps
+    assert min(seen["flying"], seen["ahead"], seen["host"]) > 5
+
+
+def test_another_drafter_can_be_forced_while_a_step_of_ended_answers_is_in_flight() -> None:
+    engine = make_drafting_engine(pages=200, running=8)
+    speculation: Any = engine._parts.speculation
+    speculation.force(WIDTH)
+    request = ask("first", "word", max_tokens=60, temperature=1.0, seed=3, stop=list("abcdxy"))
+    engine.add_request(request)
+    while engine.has_unfinished():
+        found = engine.step()
+    check(request, found[0])
+    assert engine._airborne, "no step was left: the test shows nothing"
+    speculation.force(3, create_drafter("suffix"))
+    check_all(engine, [ask("second", "word", max_tokens=60)])
 
 
 def test_aborted_requests_leave_the_others_alone() -> None:
