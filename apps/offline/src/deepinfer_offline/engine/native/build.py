@@ -94,17 +94,7 @@ def _plan(
     options: EngineOptions, source: ModelSource, kind: type[Model], device: str
 ) -> tuple[ModelOptions, CachePlan]:
     """Resolve every `auto`, and fit the cache into memory; nothing large is allocated."""
-    defaults = _DEFAULTS[device.partition(":")[0]]
-    running, step_tokens = _step_size(options, defaults)
-    wanted = ModelOptions(
-        device=device,
-        dtype=torch.float32 if options.dtype == "float32" else torch.bfloat16,
-        max_model_len=options.max_model_len or 1 << 20,
-        max_running=running,
-        max_step_tokens=step_tokens,
-        block_size=options.block_size or getattr(kind, "default_block_size", _BLOCK_SIZE),
-        draft=options.draft_model,
-    )
+    wanted = _wanted(options, kind, device)
     facts = kind.describe(source.config, wanted)
     dtype = choose_dtype(options.dtype, device, facts.checkpoint_dtype)
     length = _model_len(options.max_model_len, facts.max_positions, source.name)
@@ -121,6 +111,32 @@ def _plan(
         )
     resolved = replace(resolved, max_model_len=plan.tokens)
     return resolved, plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved, strategy))
+
+
+def _wanted(options: EngineOptions, kind: type[Model], device: str) -> ModelOptions:
+    """What is known before the model's configuration is read: its type and length are limits so far."""
+    running, step_tokens = _step_size(options, _DEFAULTS[device.partition(":")[0]])
+    return ModelOptions(
+        device=device,
+        dtype=torch.float32 if options.dtype == "float32" else torch.bfloat16,
+        max_model_len=options.max_model_len or 1 << 20,
+        max_running=running,
+        max_step_tokens=step_tokens,
+        block_size=options.block_size or getattr(kind, "default_block_size", _BLOCK_SIZE),
+        draft=options.draft_model,
+    )
+
+
+def page_tokens(options: EngineOptions, source: ModelSource) -> int:
+    """Tokens of what prefixes are shared in: a page of the cache. Looks at the configuration alone.
+
+    Raises:
+        EngineStartError: this engine does not run the model.
+    """
+    kind = model_class(source.model_type)
+    wanted = _wanted(options, kind, "cpu")
+    groups = kind.describe(source.config, wanted).cache_groups
+    return _limits(options, groups, wanted, "bounded").page_size
 
 
 def _step_size(options: EngineOptions, defaults: _Defaults) -> tuple[int, int]:
