@@ -14,7 +14,9 @@ import pytest
 import torch
 from deepinfer_offline.engine.native import ahead_step
 from deepinfer_offline.engine.native.engine import NativeEngine
+from deepinfer_offline.sampling.device_draws import RowDraws
 from deepinfer_sched.slots import SlotState
+from deepinfer_specdec import create_drafter
 from deepinfer_specdec.scheduling.switch import SpeculationSwitch
 from toy_drafts import WIDTH, BoundsToy, DraftingToy, check_all, count_steps, make_drafting_engine, random_job, sizes
 from toy_engine import ask, check, run
@@ -89,6 +91,42 @@ def test_left_to_itself_it_tries_and_then_decides(measured: str, monkeypatch: py
     assert seen["follows"] >= 8
 
 
+def test_another_drafter_can_be_forced_while_steps_are_in_flight() -> None:
+    """In the middle of answers, with steps in flight that draft themselves; and when all answers have ended."""
+    seen: Counter[str] = Counter()
+    for job in range(12):
+        rng = random.Random(job)
+        engine = make_drafting_engine(**sizes(rng))
+        speculation: Any = engine._parts.speculation
+        speculation.force(WIDTH)
+        steps, when = count_steps(engine), rng.randrange(3, 8)
+
+        def change(
+            step: int, when: int = when, engine: Any = engine, speculation: Any = speculation, steps: Any = steps
+        ) -> None:
+            if step == when:
+                steps["flying"] += any(one.flight.plan.ahead is not None for one in engine._airborne)
+                speculation.force(3, create_drafter("suffix"))
+
+        check_all(engine, random_job(rng), change)
+        seen += steps
+    assert min(seen["flying"], seen["ahead"], seen["host"]) > 5
+
+
+def test_another_drafter_can_be_forced_while_a_step_of_ended_answers_is_in_flight() -> None:
+    engine = make_drafting_engine(pages=200, running=8)
+    speculation: Any = engine._parts.speculation
+    speculation.force(WIDTH)
+    request = ask("first", "word", max_tokens=60, temperature=1.0, seed=3, stop=list("abcdxy"))
+    engine.add_request(request)
+    while engine.has_unfinished():
+        found = engine.step()
+    check(request, found[0])
+    assert engine._airborne, "no step was left: the test shows nothing"
+    speculation.force(3, create_drafter("suffix"))
+    check_all(engine, [ask("second", "word", max_tokens=60)])
+
+
 def test_aborted_requests_leave_the_others_alone() -> None:
     for job in range(12):
         rng = random.Random(job)
@@ -139,7 +177,7 @@ def everything_is_kept(keep: Any) -> Any:
 
 
 def numbers_of_the_lowest_position(choose: Any) -> Any:
-    return lambda self, logits, rows, positions, *rest: choose(self, logits, rows, self._lowest[rows], *rest)
+    return lambda self, logits, positions, *rest: choose(self, logits, self._params.lowest[self._rows], *rest)
 
 
 def slack_is_forgotten(launch: Any) -> Any:
@@ -155,7 +193,7 @@ def slack_is_forgotten(launch: Any) -> Any:
     [
         (ahead_step, "lay_out", rows_start_at_their_bound),
         (ahead_step, "keep_agreeing", everything_is_kept),
-        (ahead_step.DeviceRows, "choose", numbers_of_the_lowest_position),
+        (RowDraws, "choose", numbers_of_the_lowest_position),
         (SlotState, "launch", slack_is_forgotten),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -72,13 +72,12 @@ class Prophet:
             found.append(token if (position + slot) % 4 else (token + 1) % 70)
         return torch.tensor(found)
 
-    def choose_ahead(
-        self, params: Any, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def choose_ahead(self, draws: Any, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The same where only the device knows what was said: its token buffer tells, before the first column is drafted."""
-        slots = params._slots[rows].tolist()
+        params = draws._params
+        slots = params.slots[draws._rows].tolist()
         if self._columns % 5 == 0:
-            texts = [params._tokens[slot, :end].tolist() for slot, end in zip(slots, positions.tolist(), strict=True)]
+            texts = [params.tokens[slot, :end].tolist() for slot, end in zip(slots, positions.tolist(), strict=True)]
             self._texts = [self._whole(text) for text in texts]
         self._columns += 1
         found = []

@@ -6,11 +6,17 @@ import gzip
 import json
 import random
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 import typer
 from deepinfer_offline.cli.plan import plan
+from deepinfer_offline.engine.factory import build_engine
+from deepinfer_offline.engine.options import EngineOptions
+from deepinfer_offline.planning.model import find_model
 from typer.testing import CliRunner
+
+V41 = Path(__file__).parent / "data" / "v41-oracle" / "dev-replay"
 
 
 @pytest.fixture
@@ -107,6 +113,51 @@ def test_a_batch_file_of_token_ids(call, tmp_path):
     report = json.loads(result.stdout)
     assert report["blocks"] == 50
     assert report["bound"] == pytest.approx(36 / 50)
+
+
+def tiny_llama(folder):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["llama", "v41"])
+@pytest.mark.parametrize("size", [None, 8])
+def test_blocks_are_those_of_the_engine_that_would_run(call, tmp_path, kind, size):
+    model = tiny_llama(tmp_path) if kind == "llama" else V41
+    options = EngineOptions(
+        str(model), engine="native", device="cpu", kv_memory=1 << 22, max_running=2, block_size=size
+    )
+    engine = build_engine(options)
+    runs = engine.info.block_size
+    engine.close()
+    found = find_model(options)
+    assert (found.engine, found.block_size) == ("native", runs)
+    batch = write_batch(tmp_path / "in.jsonl", [list(range(10, 58)) + [i] * 16 for i in range(4)])
+    words = ["--block-size", size] if size else []
+    result = call(batch, "--model", model, "--engine", "native", *words)
+    assert result.exit_code == 0, result.output
+    assert f"{4 * (64 // runs)} blocks of {runs} tokens (engine native)" in result.stdout
+
+
+def test_a_model_for_vllm_is_planned_with_its_blocks(call, tmp_path):
+    """Here or elsewhere: planning needs no more than a tokenizer, and not even that for token ids."""
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    batch = write_batch(tmp_path / "in.jsonl", [[7] * 48] * 2)
+    result = call(batch, "--model", tmp_path)
+    assert "6 blocks of 16 tokens (engine vllm)" in result.stdout
+    result = call(batch, "--model", tmp_path, "--engine", "native")
+    assert result.exit_code == 2
+    assert "does not run model_type 'gemma3'" in result.stderr
+
+
+def test_blocks_that_are_too_long_are_the_only_advice(call, tmp_path):
+    """24 shared tokens are none in blocks of 32: that nothing is shared would be the wrong thing to say."""
+    batch = write_batch(tmp_path / "in.jsonl", [list(range(10, 34)) + [i] * 16 for i in range(8)])
+    result = call(batch, "--block-size", 32)
+    assert "blocks of 32 tokens find 0 of them; a smaller --block-size finds more" in result.stdout
+    assert "nothing to find" not in result.stdout
 
 
 def test_a_timestamp_before_shared_text_is_found(call, tmp_path):

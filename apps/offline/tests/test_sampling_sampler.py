@@ -181,10 +181,15 @@ def test_masks_bias_and_held_back_stops() -> None:
     mask[0, 1] = 1 << 8  # token 40 alone
     batch = SamplingBatch(np.arange(4), np.array([4, 4, 5, 6]), None, np.array([0]), mask)
     assert Sampler(table)(logits.clone(), batch).ids.tolist() == [40, 3, 0, 69]
-    before = logits.clone()
-    table = table_of([*params[:3], SamplingParams(temperature=0, min_tokens=2, logprobs=0)], 70, 4, (69,))
-    assert Sampler(table)(logits, batch).ids.tolist() == [40, 3, 0, 69]
-    assert torch.equal(logits, before)  # log-probabilities are of what the model said
+    said = logits.log_softmax(-1)
+    table = table_of([*params[:2], *[SamplingParams(temperature=0, min_tokens=2, logprobs=0)] * 2], 70, 4, (69,))
+    drawn = Sampler(table)(logits, batch)
+    assert drawn.ids.tolist() == [40, 3, 0, 69]
+    assert drawn.logprobs is not None
+    assert drawn.logprobs.rows.tolist() == [2, 3]
+    # of what the model said: token 0 was drawn where 69 was held back
+    assert torch.allclose(drawn.logprobs.chosen, said[[2, 3], [0, 69]])
+    assert drawn.logprobs.ranks.tolist() == [2, 1]
 
 
 def test_the_top_bit_of_a_mask_word_works_and_short_masks_forbid_the_rest() -> None:
@@ -209,7 +214,7 @@ def test_logprobs_are_the_models_own() -> None:
         SamplingParams(temperature=0, logprobs=3, logit_bias={int(logits[1].argmin()): 100.0}),
         SamplingParams(temperature=0.7, logprobs=0),
     ]
-    result = Sampler(table_of(params, 50))(logits, SamplingBatch(np.arange(3), np.full(3, 4)))
+    result = Sampler(table_of(params, 50))(logits.clone(), SamplingBatch(np.arange(3), np.full(3, 4)))
     got = result.logprobs
     assert got is not None
     assert got.rows.tolist() == [1, 2]

@@ -64,7 +64,7 @@ class Jobs(RuleBasedStateMachine):
             pages,
             SLOTS,
             LONGEST,
-            max_tokens_per_step=BUDGET,
+            max_tokens_per_step=BUDGET + SLOTS * 3,  # rows that may verify drafts reach farther than a step computes
             max_in_flight=AHEAD,
             eviction=eviction,
             partial_hits=partial,

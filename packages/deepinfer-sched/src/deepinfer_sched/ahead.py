@@ -35,15 +35,23 @@ class DraftsAhead:
 
     Attributes:
         width: drafts that the step makes for every row that samples; the row's next step may verify them. 0 for none.
-        budget: how many the step verifies.
+        budget: how many the step verifies, if its tokens have room for them.
     """
 
     width: int
     budget: BudgetFn
 
-    def share(self, step: int, slots: np.ndarray, most: np.ndarray) -> Ahead:
-        """The numbers of a step, for a plan. Raises SchedError for a budget that its rows cannot verify."""
-        budget = self.budget(step, slots, most)
+    def share(self, step: int, slots: np.ndarray, most: np.ndarray, room: int) -> Ahead:
+        """The numbers of a step, for a plan.
+
+        Args:
+            step, slots, most: see `BudgetFn`, which is not asked for a step without decode rows.
+            room: drafts that the step's tokens have room for.
+
+        Raises:
+            SchedError: a budget that the rows cannot verify.
+        """
+        budget = self.budget(step, slots, most) if len(slots) else 0
         if not 0 <= budget <= most.sum():
             raise SchedError(f"step {step}: a budget of {budget} drafts; its rows may verify 0 to {most.sum()}")
-        return Ahead(budget, self.width)
+        return Ahead(min(budget, room), self.width)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
-from deepinfer_sched.ahead import DraftsAhead
+from deepinfer_sched.ahead import Ahead, DraftsAhead
 from deepinfer_sched.cache import Cache, Hit
 from deepinfer_sched.cascade import CascadeFinder
 from deepinfer_sched.config import SchedConfig
+from deepinfer_sched.decoding import ready_slots, rows_without_room, wanted_drafts
 from deepinfer_sched.errors import SchedError, SequenceError
 from deepinfer_sched.limits import check_sequence, last_length
 from deepinfer_sched.prefixes import PrefixWork
@@ -18,7 +20,6 @@ from deepinfer_sched.sequence import Sequence, Status
 from deepinfer_sched.step import StepPlan
 from deepinfer_sched.waiting import WaitingQueue
 
-_EMPTY = np.zeros(0, np.int32)
 _Chunk = tuple[Sequence, int]  # a prompt and how many of its tokens the step computes
 
 
@@ -138,9 +139,11 @@ class Scheduler:
             return None
         step = self._step + 1
         self.cache.begin(step)
-        decodes, counts = self._plan_decodes(follow=ahead is not None)
+        decodes, counts, shared = self._plan_decodes(step, ahead)
         chunks: list[_Chunk] = []
-        budget = self.config.max_tokens_per_step - int(counts.sum())
+        budget = self.config.max_tokens_per_step - (
+            int(counts.sum()) if shared is None else len(counts) + shared.budget
+        )
         budget = self._continue_prefills(chunks, budget)
         admitted = self._admit(chunks, budget)
         if not self.config.share_in_step:
@@ -149,7 +152,7 @@ class Scheduler:
         if not len(decodes) and not chunks:
             return None
         self._step = step
-        return self._launch(step, decodes, counts, chunks, admitted, ahead)
+        return self._launch(step, decodes, counts, chunks, admitted, shared)
 
     def apply(
         self, plan: StepPlan, token_ids: np.ndarray, num_tokens: np.ndarray, stops: np.ndarray | None = None
@@ -181,41 +184,38 @@ class Scheduler:
 
     # --- planning --------------------------------------------------------------------------------------------
 
-    def _plan_decodes(self, *, follow: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _plan_decodes(self, step: int, ahead: DraftsAhead | None) -> tuple[np.ndarray, np.ndarray, Ahead | None]:
         """Slots that decode or verify, and the tokens of each; room for them is allocated.
 
-        With `follow`, rows may start where drafts in flight will lead, and verify drafts that are not known yet.
+        With `ahead`, rows may start where drafts in flight will lead, and verify drafts that are not known yet: each up to
+        what all of them verify together.
         """
-        state, slots = self.state, self._running.slots
-        if not len(slots):
-            return _EMPTY, _EMPTY
-        known, pending, computed = state.length[slots], state.pending[slots], state.computed[slots]
-        prefilled = computed >= state.target[slots]
-        exist = known + pending
-        ready = prefilled & (exist > computed) & (exist < state.limit[slots])
-        drafts = state.drafts[slots]
-        if not follow:
-            ready &= (state.slack[slots] == 0) & ((drafts == 0) | (pending == 0))
-        if not self.config.constrained_ahead:
-            ready &= ~state.constrained[slots] | (pending == 0)
-        slots, drafts = slots[ready], drafts[ready]
-        if drafts.any():
-            drafts = np.minimum(drafts, state.limit[slots] - exist[ready] - 1)
-            spare = self.config.max_tokens_per_step - len(slots)
-            if not prefilled.all() or len(self._waiting):
-                spare -= int(spare * self.config.prompt_share)
-            drafts = np.clip(spare - (np.cumsum(drafts) - drafts), 0, drafts)
-        return self._make_room(slots, (drafts + 1).astype(np.int32))
+        slots = ready_slots(self.state, self._running.slots, self.config, follow=ahead is not None)
+        drafts = wanted_drafts(self.state, slots)
+        room = self._draft_room(len(slots)) if drafts.any() else 0
+        if ahead is None:
+            return *self._make_room(slots, np.clip(room - (np.cumsum(drafts) - drafts), 0, drafts)), None
+        shared = ahead.share(step, slots, drafts, room)
+        slots, counts = self._make_room(slots, np.minimum(drafts, shared.budget))
+        return slots, counts, replace(shared, budget=min(shared.budget, int(counts.sum()) - len(counts)))
 
-    def _make_room(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Allocate for decode rows in rank order, preempting from the last rank; drop rows that found no room."""
+    def _draft_room(self, rows: int) -> int:
+        """Drafts that a step of so many decode rows has tokens for; some are left to prompts when there are any."""
+        state, slots = self.state, self._running.slots
+        spare = self.config.max_tokens_per_step - rows
+        if len(self._waiting) or (state.computed[slots] < state.target[slots]).any():
+            spare -= int(spare * self.config.prompt_share)
+        return spare
+
+    def _make_room(self, slots: np.ndarray, drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Allocate for decode rows in rank order: a token each, preempting from the last rank, then drafts where they fit.
+
+        Returns the slots that found room, and the tokens of each.
+        """
         cache, seq_ids = self.cache, self.state.seq_ids
-        ends = self.state.computed[slots] + counts
-        short = np.flatnonzero(ends > cache.held_pages(slots) * cache.page_size)
-        if not len(short):
-            return slots, counts
+        ends = self.state.computed[slots] + 1
         keep = np.ones(len(slots), bool)
-        for row in short.tolist():
+        for row in rows_without_room(cache, slots, ends):
             slot = int(slots[row])
             while seq_ids[slot] >= 0 and not cache.allocate(slot, int(ends[row])):
                 if cache.fenced_pages:  # room comes with the next result: sit this step out
@@ -223,7 +223,12 @@ class Scheduler:
                     break
                 self._preempt(self._running.sequences[-1])
         keep &= seq_ids[slots] >= 0
-        return slots[keep], counts[keep]
+        slots, ends, counts = slots[keep], ends[keep], 1 + drafts[keep].astype(np.int32)
+        if drafts.any():
+            for row in rows_without_room(cache, slots, ends - 1 + counts):
+                if not cache.allocate(int(slots[row]), int(ends[row] - 1 + counts[row])):
+                    counts[row] = int(cache.held_pages(slots[row : row + 1])[0]) * cache.page_size - ends[row] + 1
+        return slots, counts
 
     def _continue_prefills(self, chunks: list[_Chunk], budget: int) -> int:
         """Next chunk of each sequence that is still prefilling. Returns what is left of the budget."""
@@ -286,7 +291,7 @@ class Scheduler:
         counts: np.ndarray,
         chunks: list[_Chunk],
         admitted: list[int],
-        ahead: DraftsAhead | None,
+        ahead: Ahead | None,
     ) -> StepPlan:
         """Write the plan down, and what it changes."""
         state = self.state
@@ -315,7 +320,7 @@ class Scheduler:
             admitted=tuple(admitted),
             preempted=tuple(self._preempted),
             finished=tuple(self._finished),
-            ahead=None if ahead is None else ahead.share(step, decodes, drafts[: len(decodes)]),
+            ahead=ahead,
         )
         self._preempted, self._finished = [], []
         self.cache.place_windows(slots, starts - plan.slack, ends, ends - drafts - plan.slack)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deepinfer_offline.engine.base import EngineStartError
-from deepinfer_offline.engine.options import DEFAULT_MODEL
+from deepinfer_offline.engine.options import DEFAULT_MODEL, EngineOptions, OptionsError
 from deepinfer_offline.job.errors import JobError
 
 if TYPE_CHECKING:
@@ -28,13 +28,19 @@ def plan(
         typer.Option(help="A trace instead: one {hash_ids, input_length, output_length} a line, plain or .gz."),
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a cache block (16; for a trace 512).", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of a cache block (what the engine takes; for a trace 512).", show_default=False
+        ),
     ] = None,
     cache_blocks: Annotated[
         list[int] | None,
         typer.Option(min=1, metavar="N ...", help="Cache sizes to look at, in blocks (chosen from the job)."),
     ] = None,
-    model: Annotated[str, typer.Option(help="Whose tokenizer and chat template to use.")] = DEFAULT_MODEL,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Whose tokenizer, chat template and cache blocks to use.")
+    ] = DEFAULT_MODEL,
+    engine: Annotated[str, typer.Option(metavar="auto|native|vllm", help="What would run the model.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw hit rate over cache size (.svg, or .png with matplotlib).")
@@ -46,12 +52,12 @@ def plan(
     """
     try:
         name, sizes = _split(arguments or [], list(cache_blocks or []))
-        report = _analyse(name, trace, model, block_size, sizes)
+        report = _analyse(name, trace, EngineOptions(model=model, engine=engine, block_size=block_size), sizes)
         if plot is not None:
             from deepinfer_offline.planning.plot import write_plot
 
             write_plot(report, plot)
-    except (JobError, EngineStartError) as error:
+    except (JobError, EngineStartError, OptionsError) as error:
         typer.echo(f"deepinfer plan: {error}", err=True)
         raise typer.Exit(2) from error
     if as_json:
@@ -62,15 +68,15 @@ def plan(
     typer.echo(render(report), nl=False)
 
 
-def _analyse(name: str | None, trace: Path | None, model: str, block_size: int | None, sizes: list[int]) -> PlanReport:
+def _analyse(name: str | None, trace: Path | None, options: EngineOptions, sizes: list[int]) -> PlanReport:
     from deepinfer_offline.planning import analysis  # numpy and the tokenizer, only when they are needed
 
     if (name is None) == (trace is None):
         raise JobError(f"give one of INPUT and --trace; {_EXAMPLE}")
     if trace is not None:
-        return analysis.analyse_trace(trace, block_size, sizes)
+        return analysis.analyse_trace(trace, options.block_size, sizes)
     assert name is not None
-    return analysis.analyse_file(name, model, block_size, sizes)
+    return analysis.analyse_file(name, options, sizes)
 
 
 def _split(arguments: list[str], sizes: list[int]) -> tuple[str | None, list[int]]:

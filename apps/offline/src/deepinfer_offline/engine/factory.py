@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from deepinfer_offline.engine.base import Engine
 from deepinfer_offline.engine.options import EngineOptions
+from deepinfer_offline.engine.vllm.arguments import DEFAULT_BLOCK_SIZE
+from deepinfer_offline.models.registry import known_model_types
 from deepinfer_offline.text.tokenizer import load_tokenizer
 from deepinfer_offline.weights.source import resolve_model
 
@@ -45,6 +47,19 @@ def choose_engine(options: EngineOptions, source: ModelSource) -> str:
     import torch
 
     return "vllm" if torch.cuda.is_available() else "native"
+
+
+def cache_page(options: EngineOptions, source: ModelSource) -> tuple[str, int]:
+    """The engine that would run, and the tokens of the blocks in which it shares prefixes. No weights are read.
+
+    A model that the native engine does not have is one for vLLM, here or on another machine.
+    """
+    engine = choose_engine(options, source)
+    if engine == "native" and (options.engine == "native" or source.model_type in known_model_types()):
+        from deepinfer_offline.engine.native.build import page_tokens
+
+        return engine, page_tokens(options, source)
+    return "vllm", options.block_size or DEFAULT_BLOCK_SIZE
 
 
 def _vllm_folder(options: EngineOptions, source: ModelSource) -> Path:

@@ -13,6 +13,7 @@ from deepinfer_offline.planning.report import PlanReport
 
 SAMPLE = 256  # prompts that are looked at closely
 _SHINGLE = 16  # tokens; a run of this length that many prompts contain is no coincidence
+_NOTHING = 0.01  # a hit rate that is not worth a word
 _COMMON = 0.5  # share of the sample that must contain it
 
 
@@ -64,7 +65,9 @@ def advise(
         sample: token ids of some prompts, at most `SAMPLE`; none for a trace.
         decode: turns ids into text, to show where prompts part.
     """
-    return (*_hidden_text(plan, sample, decode), *_short_prefix(plan, sample), *_size(report), *_order(report))
+    short = tuple(_short_prefix(plan, sample))
+    sizes = () if short and report.bound < _NOTHING else (*_size(report), *_order(report))
+    return (*_hidden_text(plan, sample, decode), *short, *sizes)
 
 
 def _hidden_text(
@@ -100,7 +103,7 @@ def _short_prefix(plan: JobPlan, sample: Sequence[np.ndarray]) -> Iterator[str]:
 
 
 def _size(report: PlanReport) -> Iterator[str]:
-    if report.bound < 0.01:
+    if report.bound < _NOTHING:
         yield "Hardly any prompt starts like another one, so there is nothing to find: cache size and order do not matter."
         return
     enough = [size for size in report.sizes if max(size.planned_lru, size.planned_next_use) >= report.bound - 0.01]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from deepinfer_sched import plan_blocks, plan_job
 
+from deepinfer_offline.engine.options import EngineOptions
 from deepinfer_offline.job.errors import JobError
 from deepinfer_offline.job.source import Source
 from deepinfer_offline.planning.advice import SAMPLE, advise
@@ -16,7 +17,6 @@ from deepinfer_offline.planning.report import PlanReport, default_sizes, make_re
 from deepinfer_offline.planning.trace import read_trace
 
 TRACE_BLOCK = 512  # tokens that one id of the public traces stands for
-FILE_BLOCK = 16
 
 
 def analyse_trace(path: Path, block_size: int | None, cache_blocks: Sequence[int]) -> PlanReport:
@@ -29,22 +29,23 @@ def analyse_trace(path: Path, block_size: int | None, cache_blocks: Sequence[int
     return replace(report, advice=advise(report, plan, ()))
 
 
-def analyse_file(name: str, model: str, block_size: int | None, cache_blocks: Sequence[int]) -> PlanReport:
-    """Report on a batch file. Its prompts are tokenised as a run would and are not kept."""
-    from deepinfer_offline.planning.model import find_tokenizer  # these import torch, which a trace does not need
+def analyse_file(name: str, options: EngineOptions, cache_blocks: Sequence[int]) -> PlanReport:
+    """Report on a batch file. Its prompts are tokenised and cut into blocks as a run with these options would; none is kept."""
+    from deepinfer_offline.planning.model import find_model  # these import torch, which a trace does not need
     from deepinfer_offline.planning.prompts import PromptReader
 
-    tokenizer = find_tokenizer(model)
+    model = find_model(options)
+    tokenizer = model.tokenizer
     source = Source(name)
     try:
         reader = PromptReader(source, tokenizer)
         sample = Sample()
-        plan = plan_job(sample.watch(reader), block_size=block_size or FILE_BLOCK)
+        plan = plan_job(sample.watch(reader), block_size=model.block_size)
     finally:
         source.close()
     if not len(plan.order):
         raise JobError(f"{name} has no request that a run would accept; {reader.first_fault or 'it is empty'}")
-    report = make_report(plan, cache_blocks or default_sizes(plan))
+    report = replace(make_report(plan, cache_blocks or default_sizes(plan)), engine=model.engine)
     advice = advise(report, plan, sample.prompts, tokenizer.decode if tokenizer is not None else None)
     if reader.skipped:
         lines = "1 line is" if reader.skipped == 1 else f"{reader.skipped:,} lines are"

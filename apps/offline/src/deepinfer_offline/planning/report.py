@@ -40,6 +40,7 @@ class PlanReport:
         prompt_tokens: prompt tokens of the job.
         shared: the prefixes that save most.
         advice: sentences for the user.
+        engine: whose blocks they are; empty for a trace.
     """
 
     requests: int
@@ -50,6 +51,7 @@ class PlanReport:
     prompt_tokens: int
     shared: tuple[SharedPrefix, ...] = ()
     advice: tuple[str, ...] = field(default_factory=tuple)
+    engine: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The report's numbers; rates are fractions."""

@@ -16,7 +16,7 @@ def _lines(report: PlanReport) -> Iterator[str]:
     saved = report.bound * report.blocks * report.block_size
     yield (
         f"{report.requests:,} requests, {report.prompt_tokens:,} prompt tokens, {report.blocks:,} blocks of "
-        f"{report.block_size} tokens"
+        f"{report.block_size} tokens{f' (engine {report.engine})' if report.engine else ''}"
     )
     yield f"endless cache: {report.bound:.1%} of the blocks are found, {saved:,.0f} prompt tokens need no prefill"
     yield ""

@@ -7,7 +7,7 @@ import torch
 
 from deepinfer_offline.ops.transfers import upload
 from deepinfer_offline.sampling.adjust import add_bias, apply_masks, apply_penalties, hold_back_stops
-from deepinfer_offline.sampling.batch import Logprobs, SampledTokens, SamplingBatch, SamplingTable
+from deepinfer_offline.sampling.batch import SampledTokens, SamplingBatch, SamplingTable
 from deepinfer_offline.sampling.draw import draw
 from deepinfer_offline.sampling.logprobs import gather_logprobs
 
@@ -31,28 +31,34 @@ class Sampler:
         """Draw.
 
         Args:
-            logits: float32 [n, vocab]. Changed unless a row asks for log-probabilities: copying all rows is not free.
+            logits: float32 [n, vocab]; changed.
             batch: the rows.
 
         Returns:
             int64 ids [n], and log-probabilities of the rows that asked for them.
         """
+        wanted = self.table.logprobs[batch.slots]
+        rows = np.flatnonzero(wanted >= 0)
+        if not len(rows):
+            return SampledTokens(self.choose(logits, batch))
+        (index,) = upload([rows], logits.device)
+        untouched = logits[index]
         ids = self.choose(logits, batch)
-        return SampledTokens(ids, self._logprobs(logits, ids, batch.slots))
+        return SampledTokens(ids, gather_logprobs(untouched, ids[index], int(wanted.max()), rows))
 
     def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """The drawn ids alone, int64 [n]. Arguments as in a call."""
         table, slots = self.table, batch.slots
         adjusted = self._adjust(logits, batch)
         random = np.flatnonzero(table.temperature[slots] > 0)
+        if len(random) == len(slots):
+            return draw(adjusted, table, slots, batch.positions)
         known = batch.likeliest if adjusted is logits else None
         ids = known if known is not None else adjusted.argmax(dim=-1)
-        if len(random):
-            whole = len(random) == len(slots)
-            (rows,) = upload([random], logits.device)
-            drawn = draw(adjusted if whole else adjusted[rows], table, slots[random], batch.positions[random])
-            ids = drawn if whole else ids.index_copy(0, rows, drawn)
-        return ids
+        if not len(random):
+            return ids
+        (rows,) = upload([random], logits.device)
+        return ids.index_copy(0, rows, draw(adjusted[rows], table, slots[random], batch.positions[random]))
 
     def _adjust(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Logits after everything that can change the likeliest token; the same tensor object if nothing does."""
@@ -63,8 +69,7 @@ class Sampler:
         masked = batch.mask_rows is not None and len(batch.mask_rows) > 0
         if not (masked or len(held) or len(biased) or len(penalised)):
             return logits
-        kept = (table.logprobs[slots] >= 0).any()
-        adjusted = logits.clone() if kept else logits.view(logits.shape)
+        adjusted = logits.view(logits.shape)
         if masked:
             assert batch.mask_rows is not None
             assert batch.masks is not None, "mask rows without masks"
@@ -75,11 +80,3 @@ class Sampler:
             assert batch.tokens is not None, "penalties need the tokens before"
             apply_penalties(adjusted, penalised, batch, table)
         return adjusted
-
-    def _logprobs(self, logits: torch.Tensor, ids: torch.Tensor, slots: np.ndarray) -> Logprobs | None:
-        wanted = self.table.logprobs[slots]
-        rows = np.flatnonzero(wanted >= 0)
-        if not len(rows):
-            return None
-        (index,) = upload([rows], logits.device)
-        return gather_logprobs(logits[index], ids[index], int(wanted.max()), rows)

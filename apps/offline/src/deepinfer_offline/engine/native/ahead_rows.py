@@ -23,6 +23,7 @@ class DrawingRows:
         slots: int64 [D] on the host.
         lowest: int64 [D] on the host, the lowest position that a row may draw first.
         span: positions from there on at which a row may draw.
+        most: int64 [D] on the host, most draws of each row.
         there: int64 [D], `plan_rows` on the device.
         base: int64 [D], where each row's slot begins in the flattened token buffer.
         first: int64 [D], position of each row's first draw.
@@ -37,6 +38,7 @@ class DrawingRows:
     slots: np.ndarray
     lowest: np.ndarray
     span: int
+    most: np.ndarray
     there: torch.Tensor
     base: torch.Tensor
     first: torch.Tensor
@@ -121,6 +123,7 @@ def lay_out(
         slots=slots,
         lowest=known - np.concatenate([slack, np.zeros(len(ending), np.int64)]),
         span=span,
+        most=1 + np.concatenate([most, np.zeros(len(ending), np.int64)]),
         there=there,
         base=slots_there * tokens.capacity,
         first=first,

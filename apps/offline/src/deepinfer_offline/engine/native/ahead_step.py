@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.batch import StepInputs
     from deepinfer_offline.engine.native.runner import MaskSource, ModelRunner
     from deepinfer_offline.sampling.batch import Logprobs, SamplingTable
+    from deepinfer_offline.sampling.device_draws import RowDraws
 
 
 def can_run_ahead(model: Model) -> bool:
@@ -95,10 +96,12 @@ class AheadSteps:
         logits = runner.logits(inputs, hidden)
         accepted, logprobs, block = None, None, None
         if logits is not None:
-            params = DeviceRows(self._table, rows.slots, rows.lowest, rows.span, runner.tokens.data)
+            params = DeviceRows(
+                self._table, rows.slots, rows.lowest, rows.span, rows.most, runner.tokens.data, exact=self._exact
+            )
             found = masks(inputs.samples) if masks is not None else None
-            drawn = params.choose(logits, rows.owner, rows.positions, *(found or (None, None)))
-            logprobs = params.logprobs(logits, drawn)
+            sampled = params.draws(rows.owner).sample(logits, rows.positions, *(found or (None, None)))
+            drawn, logprobs = sampled.ids, sampled.logprobs
             drafted = rows.column < rows.verified[rows.owner]
             accepted = keep_agreeing(
                 drawn, runner.tokens, rows.owner, rows.column, drafted, rows.places, rows.begins, rows.width
@@ -118,11 +121,11 @@ class AheadSteps:
         self, rows: DrawingRows, batch: ForwardBatch, lengths: torch.Tensor, params: DeviceRows, inputs: StepInputs
     ) -> DraftedBlocks:
         """Draft the block that follows in every row. Its tokens stay in the token buffer, where the next step verifies them."""
-        tokens, every = self._runner.tokens, torch.arange(len(lengths), device=lengths.device)
+        tokens, draws = self._runner.tokens, params.draws(torch.arange(len(lengths), device=lengths.device))
         anchors = tokens.gather(rows.base + lengths - 1)
 
         def choose(logits: torch.Tensor, column: int) -> torch.Tensor:
-            ids = self._choose(params, logits, every, lengths + column)
+            ids = self._choose(draws, logits, lengths + column)
             tokens.scatter(rows.base + lengths + column, ids)
             return ids
 
@@ -132,10 +135,8 @@ class AheadSteps:
         self._confidence[self._slots(rows)] = block.confidence.float()
         return block
 
-    def _choose(
-        self, params: DeviceRows, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        return params.choose(logits, rows, positions)
+    def _choose(self, draws: RowDraws, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return draws.choose(logits, positions)
 
     def _slots(self, rows: DrawingRows) -> torch.Tensor:
         return rows.base // self._runner.tokens.capacity
@@ -150,7 +151,7 @@ class EnqueuedAhead:
         plan_rows: int64 [D], the rows that draw.
         emitted: ids [D, w], counts [D] and verified drafts [D] on their way; nothing where nothing is drawn.
         blocks: drafted ids [D, K] and raw confidences [D, K] on their way; nothing where none were.
-        logprobs: of all draws, if a row asked.
+        logprobs: of the draws whose rows asked, and perhaps of others behind them.
         asked: bool [D], which rows did.
         prompts: log-probabilities of prompt tokens.
         clock: of the step.
@@ -188,6 +189,9 @@ class EnqueuedAhead:
         )
 
     def _logprobs(self, draws: np.ndarray) -> Logprobs | None:
-        """Those of the rows that asked."""
+        """Those of the draws that asked, which come first in their order."""
         found = self.logprobs.wait()
-        return None if found is None else found.take(np.flatnonzero(np.repeat(self.asked, draws)))
+        if found is None:
+            return None
+        places = np.flatnonzero(np.repeat(self.asked, draws))
+        return replace(found.take(np.arange(len(places))), rows=places)

@@ -52,7 +52,6 @@ class Answer:
         drafts: ids that its next row may verify; the row's masks follow them.
         watch: looks for stop strings, or None.
         facts: one entry a token when log-probabilities are wanted.
-        count: tokens generated.
     """
 
     group: Group
@@ -64,10 +63,16 @@ class Answer:
     drafts: Sequence[int] = ()
     watch: TextWatch | None = None
     facts: list[TokenFacts] = field(default_factory=list)
-    count: int = 0
 
-    def take(self, token: int, facts: TokenFacts | None) -> End | None:
-        """Account for one drawn token. Stop ids come before stop strings, and these before the length limit.
+    @property
+    def is_plain(self) -> bool:
+        """Whether a drawn token matters by its id alone."""
+        return self.matcher is None and self.watch is None and self.group.request.params.logprobs is None
+
+    def take(self, token: int, facts: TokenFacts | None, place: int) -> End | None:
+        """Account for one drawn token, `place` tokens behind those that the scheduler has applied.
+
+        Stop ids come before stop strings, and these before the length limit.
 
         A stop string that cuts an answer inside its grammar ends it as the length limit does, with reason `length`:
         what says `stop` is complete.
@@ -75,35 +80,35 @@ class Answer:
         Raises:
             GrammarBrokenError: the grammar does not allow the token.
         """
-        self.count += 1
+        count = len(self.seq.tokens) - self.seq.num_prompt + place + 1
         if facts is not None:
             self.facts.append(facts)
         params = self.group.request.params
         if self.matcher is not None and self.matcher.accept([token]) != 1:
-            raise GrammarBrokenError(token, self.count)
-        if self.count > params.min_tokens or self.matcher is not None:
+            raise GrammarBrokenError(token, count)
+        if count > params.min_tokens or self.matcher is not None:
             if token in self.group.stop_ids:
                 return End("stop", token, hide_last=not params.include_stop_str_in_output)
             if token in self.group.eos_ids:
                 return End("stop", None, hide_last=not params.include_stop_str_in_output)
         if self.watch is not None and (stop := self.watch.push(token)) is not None:
             text, kept = self.watch.cut(stop)
-            return End("stop" if self._is_complete(text, kept) else "length", stop.string, text, kept)
+            return End("stop" if self._is_complete(text, kept, count) else "length", stop.string, text, kept)
         if self.matcher is not None and self.matcher.is_terminated:
             return End("stop")
-        if self.seq.num_prompt + self.count >= self.limit:
+        if self.seq.num_prompt + count >= self.limit:
             return End("length")
         return None
 
-    def _is_complete(self, text: str, kept: int) -> bool:
-        """Whether the grammar lets the answer end where a stop string cuts it: `text`, which `kept` tokens hold."""
+    def _is_complete(self, text: str, kept: int, count: int) -> bool:
+        """Whether the grammar lets the answer end where a stop string cuts it: `text`, which `kept` of `count` tokens hold."""
         if self.matcher is None:
             return True
         assert self.watch is not None
         if (self.watch.ends[kept - 1] if kept else 0) != len(text):
             return False  # cut inside a token
         place = self.matcher.clone()
-        place.rollback(self.count - kept)
+        place.rollback(count - kept)
         return place.is_accepting or place.is_terminated
 
 

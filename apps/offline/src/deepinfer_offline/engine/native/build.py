@@ -25,7 +25,7 @@ from deepinfer_offline.engine.native.memory import (
 )
 from deepinfer_offline.engine.native.pages import NativePages
 from deepinfer_offline.engine.native.parts import Parts
-from deepinfer_offline.engine.native.runner import ModelRunner
+from deepinfer_offline.engine.native.runner import MAX_DRAFTS, ModelRunner
 from deepinfer_offline.engine.native.store import KvStore, check_folder, open_tiers
 from deepinfer_offline.engine.options import EngineOptions, format_bytes
 from deepinfer_offline.engine.structured import GrammarCompiler
@@ -94,17 +94,7 @@ def _plan(
     options: EngineOptions, source: ModelSource, kind: type[Model], device: str
 ) -> tuple[ModelOptions, CachePlan]:
     """Resolve every `auto`, and fit the cache into memory; nothing large is allocated."""
-    defaults = _DEFAULTS[device.partition(":")[0]]
-    running, step_tokens = _step_size(options, defaults)
-    wanted = ModelOptions(
-        device=device,
-        dtype=torch.float32 if options.dtype == "float32" else torch.bfloat16,
-        max_model_len=options.max_model_len or 1 << 20,
-        max_running=running,
-        max_step_tokens=step_tokens,
-        block_size=options.block_size or getattr(kind, "default_block_size", _BLOCK_SIZE),
-        draft=options.draft_model,
-    )
+    wanted = _wanted(options, kind, device)
     facts = kind.describe(source.config, wanted)
     dtype = choose_dtype(options.dtype, device, facts.checkpoint_dtype)
     length = _model_len(options.max_model_len, facts.max_positions, source.name)
@@ -121,6 +111,32 @@ def _plan(
         )
     resolved = replace(resolved, max_model_len=plan.tokens)
     return resolved, plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved, strategy))
+
+
+def _wanted(options: EngineOptions, kind: type[Model], device: str) -> ModelOptions:
+    """What is known before the model's configuration is read: its type and length are limits so far."""
+    running, step_tokens = _step_size(options, _DEFAULTS[device.partition(":")[0]])
+    return ModelOptions(
+        device=device,
+        dtype=torch.float32 if options.dtype == "float32" else torch.bfloat16,
+        max_model_len=options.max_model_len or 1 << 20,
+        max_running=running,
+        max_step_tokens=step_tokens,
+        block_size=options.block_size or getattr(kind, "default_block_size", _BLOCK_SIZE),
+        draft=options.draft_model,
+    )
+
+
+def page_tokens(options: EngineOptions, source: ModelSource) -> int:
+    """Tokens of what prefixes are shared in: a page of the cache. Looks at the configuration alone.
+
+    Raises:
+        EngineStartError: this engine does not run the model.
+    """
+    kind = model_class(source.model_type)
+    wanted = _wanted(options, kind, "cpu")
+    groups = kind.describe(source.config, wanted).cache_groups
+    return _limits(options, groups, wanted, "bounded").page_size
 
 
 def _step_size(options: EngineOptions, defaults: _Defaults) -> tuple[int, int]:
@@ -140,14 +156,16 @@ def _step_size(options: EngineOptions, defaults: _Defaults) -> tuple[int, int]:
 def _limits(
     options: EngineOptions, groups: tuple[CacheGroup, ...], resolved: ModelOptions, strategy: str
 ) -> CacheConfig:
-    # A row planned ahead of its drafts also holds what the drafts of a step already applied may have reached.
+    # A row planned ahead of its drafts holds what it may verify, however few all rows do, and also what the drafts of a step
+    # already applied may have reached.
     drafts_ahead = options.async_scheduling and options.speculative in ("auto", "dspark")
+    reach = resolved.max_step_tokens + (resolved.max_running * MAX_DRAFTS if drafts_ahead else 0)
     return CacheConfig(
         groups=paged_groups(groups),
         num_pages=1,
         max_running=resolved.max_running,
         max_model_len=resolved.max_model_len,
-        max_tokens_per_step=resolved.max_step_tokens,
+        max_tokens_per_step=reach,
         max_in_flight=_ahead(options) + drafts_ahead,
         enable_prefix_cache=options.enable_prefix_caching,
         strategy=strategy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -20,6 +21,7 @@ from deepinfer_offline.engine.native.counters import count_step
 from deepinfer_offline.engine.native.masks import MaskMaker, StepMasks
 from deepinfer_offline.engine.native.outputs import FactsReader, completion, failed, finished, read_prompt
 from deepinfer_offline.engine.native.parts import Parts
+from deepinfer_offline.engine.native.plain_rows import PlainRows
 from deepinfer_offline.engine.native.scoring import score_sequence
 from deepinfer_offline.sampling.params import SamplingParams
 
@@ -49,10 +51,13 @@ class NativeEngine:
         self._compiling: dict[str, Future[Any]] = {}
         self._airborne: deque[_Airborne] = deque()
         self._masks = MaskMaker(self._answers, parts.info.vocab_size)
+        self._plain = PlainRows(parts.runner.model.options.max_running, parts.info.vocab_size)
         self._finished: list[RequestOutput] = []
         self._stats = EngineStats()
         self._next_seq = 0
         self._closed = False
+        # What exists by now lives as long as the engine: looking it over again takes a tenth of a second a time.
+        gc.freeze()
 
     @property
     def info(self) -> EngineInfo:
@@ -171,6 +176,7 @@ class NativeEngine:
         top = None if wanted is None else (parts.info.vocab_size if wanted < 0 else wanted)
         prompt = None if top is None else (seq.num_prompt, top)
         parts.runner.add_sequence(seq.slot, seq.tokens, prompt_logprobs=prompt, before=fill)
+        self._plain.load(answer)
         if group.cached_tokens < 0:
             group.cached_tokens = seq.cached_tokens
             self._stats.prompt_tokens += seq.num_prompt
@@ -201,19 +207,22 @@ class NativeEngine:
         plan = result.plan
         self._take_prompts(result)
         facts = FactsReader(result.logprobs, result.draw_rows)
+        going_on = self._plain.going_on(result)
         numbers, stops = result.num_tokens.copy(), np.zeros(plan.num_rows, np.bool_)
-        used = np.zeros_like(numbers)
+        used = going_on.astype(numbers.dtype)
         ended: list[tuple[Answer, End | Exception]] = []
-        for row, (seq_id, number) in enumerate(zip(plan.seq_ids.tolist(), numbers.tolist(), strict=True)):
-            answer = self._answers.get(seq_id) if number else None
+        for row in np.flatnonzero((numbers > 0) & ~going_on).tolist():
+            seq_id = int(plan.seq_ids[row])
+            answer = self._answers.get(seq_id)
             if answer is None:
-                continue  # nothing drawn, or it ended while this step was in flight
-            taken, end = self._take(answer, seq_id, result.token_ids[row, :number].tolist(), partial(facts.get, row))
+                continue  # it ended while this step was in flight
+            tokens = result.token_ids[row, : numbers[row]].tolist()
+            taken, end = self._take(answer, seq_id, tokens, partial(facts.get, row))
             numbers[row] = used[row] = taken
-            self._stats.generated_tokens += taken
             if end is not None:
                 stops[row] = True
                 ended.append((answer, end))
+        self._stats.generated_tokens += int(used.sum())
         self._parts.scheduler.apply(plan, result.token_ids, numbers, stops)
         for answer, end in ended:
             self._end(answer, end)
@@ -234,7 +243,7 @@ class NativeEngine:
             for place, token in enumerate(tokens):
                 if place == reach:  # accepted drafts led where no mask could be made: the matcher says why
                     answer.matcher.mask()
-                end = answer.take(token, facts(place))
+                end = answer.take(token, facts(place), place)
                 if end is not None:
                     return place + 1, end
         except Exception as raised:
@@ -308,6 +317,7 @@ class NativeEngine:
     def _forget(self, seq_id: int) -> bool:
         """Take a sequence out of the live ones; False when it was not one."""
         answer = self._answers.pop(seq_id, None)
+        self._plain.forget(seq_id)
         if answer is not None and self._parts.speculation is not None:
             self._parts.speculation.end(answer)
         return answer is not None
@@ -343,6 +353,7 @@ class NativeEngine:
         self._parts.grammars.close()
         self._parts.runner.close()
         self._masks.close()
+        gc.unfreeze()
 
     def _open_masks(self) -> None:
         """Let steps in flight finish: nothing else will open their masks."""

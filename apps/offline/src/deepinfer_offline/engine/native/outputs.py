@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def completion(answer: Answer, end: End, tokenizer: Tokenizer | None) -> Completion:
     """The finished answer. Its text, ids and log-probabilities describe the same tokens."""
     params = answer.group.request.params
-    ids = answer.seq.output_tokens[: answer.count if end.num_tokens is None else end.num_tokens]
+    ids = answer.seq.output_tokens[: end.num_tokens]
     facts = answer.facts[: len(ids)]
     text = end.text
     if text is None:

@@ -39,6 +39,8 @@ MaskSource = Callable[[SampleRows], tuple[np.ndarray, np.ndarray] | None]
 """Called in the step's thread when the logits are there. May wait for the tokens of the step before.
 Returns (mask_rows int64 [m] into the draws, masks int32 [m, ceil(vocab / 32)]) or None."""
 
+MAX_DRAFTS = 16  # of a row in one step
+
 _PROMPT_LOGITS_ROWS = 256  # prompt rows whose logits exist at once: 256 x 49152 x 4 bytes = 48 MiB
 
 
@@ -115,7 +117,7 @@ class ModelRunner:
         sample: SampleFn,
         *,
         threads: int = 0,
-        max_drafts: int = 16,
+        max_drafts: int = MAX_DRAFTS,
     ) -> None:
         options = model.options
         self.model = model

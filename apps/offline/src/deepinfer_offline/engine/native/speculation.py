@@ -104,7 +104,10 @@ class Speculation:
 
     def force(self, length: int | None = None, drafter: Drafter | None = None) -> None:
         """Stay on, whatever it costs: `length` drafts in every row, or what the budget says; with another drafter if one is
-        given and nothing is unfinished. For tests and comparisons.
+        given. For tests and comparisons.
+
+        May be called at any time. Steps in flight end as they were planned; what they drafted for a drafter that is replaced
+        is verified no more, and nothing is learned from it. Another drafter is told all that the sequences have said.
         """
         self._forced, self._fixed = True, length
         if drafter is not None:
@@ -191,8 +194,7 @@ class Speculation:
                 costs.observe_ahead(decodes, max(passed, result.seconds))
         if on:
             saved = self._count(result, rows, answers)
-            if steady and ahead and drafts_itself:
-                assert self._ahead is not None
+            if steady and ahead and drafts_itself and self._ahead is not None:
                 switch = None if self._forced else self._switches.current
                 self._ahead.learn(result, decodes, max(passed, result.seconds), saved, switch)
             elif steady and not ahead and plan.ahead is None:

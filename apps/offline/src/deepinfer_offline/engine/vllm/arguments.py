@@ -14,6 +14,7 @@ from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.engine.options import EngineOptions
 
 DEFAULT_MAX_RUNNING = 256
+DEFAULT_BLOCK_SIZE = 16  # vLLM's own; an attention backend that needs larger blocks takes them
 _TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 
 
