@@ -95,9 +95,8 @@ class DeviceBackbone:
         rows = DeviceRows.of(
             batch, self.kernels, self.frequencies, self.constants, block=self.block_size, window=c.sliding_window
         )
-        embedded = functional.embedding(batch.token_ids, self.weights.embed)
         flow = _Flow(
-            streams=embedded.unsqueeze(1).expand(-1, c.hc_mult, -1).contiguous(),
+            streams=functional.embedding(batch.token_ids.unsqueeze(1).expand(-1, c.hc_mult), self.weights.embed),
             pre=self.constants.pre(rows.count),
             rows=rows,
             engram_rows=self._engram_rows(batch, rows),
