@@ -1,6 +1,6 @@
 """Expert parallelism over NCCL: what `ExpertParallel` gives back, and how fast it moves rows beside a plain exchange.
 
-Run one process a GPU: `python -m torch.distributed.run --nproc-per-node 2 benchmarks/cases/gpu_parallel.py`. Leave NVLink multicast
+Run one process a GPU: `python -m torch.distributed.run --nproc-per-node 2 benchmarks/cases/gpu_parallel.py`. Leave multicast
 off (`NCCL_NVLS_ENABLE=0`) where GPUs are shared with others. Expert e multiplies its rows by 1 + e / 64, so sums are known to one
 rounding of bfloat16.
 """
@@ -80,8 +80,8 @@ def measure(parallel: ExpertParallel, rank: int, tokens: int, device: torch.devi
     source, target = x.new_zeros(gives[other], WIDTH), x.new_empty(takes[other], WIDTH)
     plain = median_us(lambda: distributed.all_to_all_single(target, source, takes, gives))
     return (
-        f"{tokens} tokens a rank: dispatch {dispatch:.0f} us ({size / dispatch / 1e3:.0f} GB/s, {plain / dispatch:.2f} of plain), "
-        f"combine {combine:.0f} us ({size / combine / 1e3:.0f} GB/s, {plain / combine:.2f} of plain), "
+        f"{tokens} tokens a rank: dispatch {dispatch:.0f} us ({size / dispatch / 1e3:.0f} GB/s, {plain / dispatch:.2f} of it), "
+        f"combine {combine:.0f} us ({size / combine / 1e3:.0f} GB/s, {plain / combine:.2f} of it), "
         f"plain exchange {plain:.0f} us ({size / plain / 1e3:.0f} GB/s)"
     )
 
