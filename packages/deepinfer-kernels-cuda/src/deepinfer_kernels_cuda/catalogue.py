@@ -172,6 +172,8 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         divisible=("K",), min_mma=1),
     KernelSpec("group_pairs", "kernels.mx_gemm:group_pairs_kernel",
         "ids=*i64 pairs=i32 order=*i32 offsets=*i32 experts=i32", {"BLOCK": 512}),
+    KernelSpec("sum_placed", "kernels.parallel:sum_placed_kernel",
+        "rows=*bf16 places=*i32 out=*bf16 ranks=i32 width=i32", {"BLOCK": 1024}, divisible=("width",)),
     KernelSpec("combine", "kernels.mx_gemm:combine_kernel",
         "parts=*bf16 ids=*i64 shared=*bf16 out=*bf16 out_stride=i32 width=i32",
         {"TOP_K": 6, "HAS_SHARED": True, "BLOCK": 1024}, divisible=("width",)),

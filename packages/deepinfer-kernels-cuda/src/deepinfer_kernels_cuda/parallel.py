@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from .capability import interpreting
 from .checks import require, require_dims, require_dtype
+from .overlap import overlap
 
 
 @dataclass(frozen=True)
@@ -20,16 +22,14 @@ class DispatchHandle:
     """What `combine` needs to send sums back.
 
     Attributes:
-        rows: int64 [n], the token of each row that this rank sent, ordered by destination.
+        places: int32 [t, ranks], where each token's row is among those that this rank sent; -1 where none went to a rank.
         sent: Rows sent to each rank.
         received: Rows received from each rank.
-        tokens: Tokens of this rank.
     """
 
-    rows: torch.Tensor
+    places: torch.Tensor
     sent: list[int]
     received: list[int]
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ class ExpertParallel:
         there = self._exchange(x[rows], sent_list, received_list)
         both = torch.cat((local_ids.int(), weights[rows].view(torch.int32)), 1)
         both_ids, both_weights = self._exchange(both, sent_list, received_list).chunk(2, 1)
-        handle = DispatchHandle(rows, sent_list, received_list, x.shape[0])
+        order = wanted.flatten().cumsum(0, dtype=torch.int32).view_as(wanted) - 1
+        places = torch.where(wanted, order, -1).t().contiguous()
+        handle = DispatchHandle(places, sent_list, received_list)
         return Dispatched(there, both_ids.long(), both_weights.contiguous().view(torch.float32), handle)
 
     def combine(self, y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
@@ -105,16 +107,37 @@ class ExpertParallel:
         """
         require(y.shape[0] == sum(handle.received), f"y has {y.shape[0]} rows; {sum(handle.received)} arrived")
         back = self._exchange(y.contiguous(), handle.received, handle.sent)
-        total = torch.zeros(handle.tokens, y.shape[1], dtype=torch.float32, device=y.device)
-        begin = 0
-        for count in handle.sent:
-            # Rows of one rank name each token at most once, so a plain indexed addition has one order.
-            rows = handle.rows[begin : begin + count]
-            total[rows] += back[begin : begin + count].float()
-            begin += count
-        return total.to(y.dtype)
+        return sum_placed(back, handle.places)
 
     def _exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
         return out
+
+
+def sum_placed(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """What came back, added for each token: float32 sums in the order of ranks, each rounded once.
+
+    Args:
+        rows: [n, d], contiguous.
+        places: int32 [t, ranks], contiguous; -1 = none.
+
+    Returns:
+        [t, d] in the dtype of rows.
+    """
+    tokens, width = len(places), rows.shape[1]
+    if not tokens or not len(rows):
+        return rows.new_zeros(tokens, width)
+    if rows.device.type != "cuda" and not interpreting():
+        total = torch.zeros(tokens, width, device=rows.device)
+        for place in places.t().long():
+            total += torch.where((place >= 0)[:, None], rows[place.clamp(min=0)].float(), 0)
+        return total.to(rows.dtype)
+    from .kernels.parallel import sum_placed_kernel
+
+    out = rows.new_empty(tokens, width)
+    block = min(1024, 1 << (width - 1).bit_length())
+    sum_placed_kernel[(tokens, -(-width // block))](
+        rows, places, out, places.shape[1], width, BLOCK=block, num_warps=4, **overlap(rows.device)
+    )
+    return out
