@@ -12,7 +12,7 @@ from .dependent import begin
 
 @triton.jit
 def sum_placed_kernel(rows, places, out, ranks, width, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
-    """out[t] = sum over r of rows[places[t, r]] in float32, in the order of r; places below 0 are skipped. One program a (token, block)."""
+    """out[t] = sum over r of rows[places[t, r]] in float32, in the order of r; places below 0 are skipped."""
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
