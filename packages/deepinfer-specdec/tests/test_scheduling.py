@@ -132,7 +132,8 @@ def test_only_round_sizes_are_chosen_where_that_is_asked_for(seed: int, rows: in
     allowed = [
         b
         for b in range(int(counts.sum()) + 1)
-        if b == 0 or rows + b <= 16 or (rows + b) % (4 if rows + b <= 64 else 8) == 0
+        if b == 0
+        or any(rows + b <= most and (rows + b) % step == 0 for most, step in ((8, 1), (16, 4), (64, 8), (999, 16)))
     ]
     rates = {b: (rows + ranked[:b].sum()) / seconds[b] for b in allowed}
     choice = choose(values, counts, seconds, sizes=round_sizes)
