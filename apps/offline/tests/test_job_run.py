@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from deepinfer_offline.engine.base import EngineStats
+from deepinfer_offline.job.report import Facts, make_report
 from job_kit import chat, error_of, jobs, line
 
 
@@ -172,3 +174,13 @@ def test_a_request_that_the_engine_fails_on_has_no_response(run, monkeypatch):
     }
     assert [entry["error"] is None for entry in results] == [True, True, True, False, True, True]
     assert run.report["counts"]["engine_failures"] == 1
+
+
+def test_what_grammars_say_is_reported_with_structured_output_and_not_among_seconds() -> None:
+    notes = {"not enforced: format 'email' at /mail": 3}
+    stats = EngineStats(prefill_seconds=1.0, decode_seconds=2.0, extra={"grammar_notes": notes, "kv_store": {"a": 1}})
+    report = make_report(Facts("in", "out", stats=stats))
+    assert report["structured_output"]["notes"] == notes
+    assert report["engine_seconds"] == {"prefill": 1.0, "decode": 2.0}
+    assert report["kv_store"] == {"a": 1}
+    assert make_report(Facts("in", "out", stats=EngineStats()))["structured_output"]["notes"] == {}

@@ -20,7 +20,9 @@ MAX_ID = 512  # characters
 def read_object(line: Line) -> dict[str, Any]:
     """The JSON object on a line. Raises LineError, under the line's `custom_id` if that is plain, when there is none."""
     if line.fault is not None:
-        raise LineError(line.fault, code="invalid_line")
+        error = LineError(line.fault, code="invalid_line")
+        error.custom_id = line.custom_id
+        raise error
     try:
         value = decode_line(line.raw)
     except LineError as error:
