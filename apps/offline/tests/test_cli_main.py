@@ -115,6 +115,7 @@ START_ERRORS = {
     "no such folder": (["in.jsonl", "-o", "no/out.jsonl"], ["the folder no does not exist"]),
     "output is a folder": (["in.jsonl", "-o", "sub"], ["sub is a folder"]),
     "standard output": (["in.jsonl", "-o", "-"], ["OUTPUT cannot be standard output"]),
+    "standard output by name": (["in.jsonl", "-o", "/dev/stdout"], ["OUTPUT cannot be standard output"]),
     "output is a device": (["in.jsonl", "-o", "/dev/null"], ["/dev/null is not a regular file"]),
     "report over input": (
         ["in.jsonl", "-o", "out", "--report", "in.jsonl"],

@@ -147,6 +147,26 @@ def test_a_line_that_cannot_be_read_is_answered_under_its_name(run, raw):
 
 
 @pytest.mark.parametrize(
+    ("cut", "name"),
+    [
+        ('{"custom_id": "a", "method": "POST", "bo', "a"),
+        (r'{"custom_id": "a\"b", "met', 'a"b'),
+        ('{"custom_id": "a"', None),
+        ('{"method": "POST", "custom_id": "a", "bo', None),
+        ('{"custom_id": "a", "body": {"custom_id": "b", ', None),
+        (r'{"custom_id": "\ud800", "bo', None),
+        ('["custom_id", "a", ', None),
+    ],
+)
+def test_a_line_that_was_cut_off_is_answered_under_the_name_it_begins_with(run, cut, name):
+    """A writer that died in the middle of a line and wrote it again: the whole line is no repetition."""
+    torso, whole = run([cut, line(name or "a", prompt="x")])
+    assert torso["custom_id"] == name
+    assert error_of(torso)["code"] == "invalid_json"
+    assert whole["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         '{"custom_id": "a", "custom_id": "b"}',

@@ -16,6 +16,7 @@ except ImportError:  # the standard library writes the same bytes, only slower
 MAX_DEPTH = 100
 """Levels of lists and objects in a line: JSON writers and chat templates recurse, and orjson stops at 254."""
 
+_FIRST = re.compile(r'\s*\{\s*"(\w+)"\s*:\s*("(?:[^"\\]|\\.)*")\s*,')  # an object's first key, with a whole string
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -97,6 +98,19 @@ def find_string(raw: bytes, key: str) -> str | None:
     except (ValueError, RecursionError):
         return None
     return found[0]
+
+
+def find_first_string(raw: bytes, key: str) -> str | None:
+    """The string under the first key of a line that is no JSON, such as one that was cut off; None if that is another key."""
+    try:
+        start = _FIRST.match(raw.decode("utf-8"))
+        if start is None or start[1] != key or raw.count(f'"{key}"'.encode()) != 1:
+            return None
+        found = json.loads(start[2])
+        found.encode()
+    except ValueError:
+        return None
+    return found
 
 
 def depth(value: Any) -> int:
