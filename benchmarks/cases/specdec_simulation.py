@@ -57,11 +57,16 @@ def compare(load: Workload, steps: int, seeds: int) -> dict[str, float]:
         return float(np.mean([tokens_per_second(make(), load, verify, WIDTH, steps, seed) for seed in range(seeds)]))
 
     lengths = [mean(lambda k=k: fixed_length(k, draft)) for k in range(WIDTH + 1)]
-    bound = max(lengths) if load.rows <= MOST_BOUNDED and not load.tokens else 0.0
-    for _ in range(BOUND_ROUNDS if bound else 0):
-        bound = mean(lambda rate=bound: clairvoyant(verify, draft, rate))
+
+    def bound(seed: int) -> float:
+        rate = max(lengths)
+        for _ in range(BOUND_ROUNDS):
+            rate = tokens_per_second(clairvoyant(verify, draft, rate), load, verify, WIDTH, steps, seed)
+        return rate
+
+    bounded = load.rows <= MOST_BOUNDED and not load.tokens
     return {
-        "bound": bound,
+        "bound": float(np.mean([bound(seed) for seed in range(seeds)])) if bounded else 0.0,
         "fixed": max(lengths),
         "length": int(np.argmax(lengths)),
         "paper": mean(lambda: paper_early_stop(verify, draft)),

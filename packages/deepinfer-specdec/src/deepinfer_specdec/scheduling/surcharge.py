@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 GRID = np.unique(np.round(2.0 ** np.arange(0, 12.01, 0.5)).astype(np.int64))  # 1, 2, 3, 4, 6, 8, 11, 16, ...
 _BETWEEN = np.sqrt(GRID[1:] * GRID[:-1]).tolist()  # where the next point of the grid becomes the nearest, by ratio
-_WINDOW = 15  # measurements kept per point
+_WINDOW = 31  # measurements kept per point
 _ENOUGH = 3  # measurements from which a point is believed; also what the smooth line weighs against a point's own
-_OLD = 256  # steps at the load after which a point is measured anew, and doubted until then
+_OLD = 96  # steps at the load after which a point is measured anew, and doubted until then
 
 
 class Typical:
@@ -48,7 +48,7 @@ class Surcharge:
     Of two errors only one is found out: a number of drafts that looks too cheap is tried and measured, one that looks too dear
     never is. So a point with fewer than three measurements, or none of late, is never dearer than its neighbours that are
     known better make it, or the guess where there are none. What this loses is bounded: three steps for each point of the
-    grid, every 256.
+    grid, every 96.
     """
 
     def __init__(self) -> None:

@@ -53,8 +53,9 @@ class Workload:
         kinds: offsets (logits) of kinds of requests, in equal shares: (2, -2) mixes code with chat.
         memory: correlation of a request's difficulty from one block to the next.
         life: steps that a request lives, on average.
-        tokens: of a request, which lives until they are out; 0 for `life`. As in a job, whose answers end by their tokens: what
-            speeds code up ends it sooner, and chat has the places most of the time.
+        tokens: of a request, which lives until they are out, its kind being the next in turn; 0 for `life` and a drawn kind. As
+            in a job, whose answers end by their tokens: what speeds code up ends it sooner, and chat has the places most of
+            the time.
     """
 
     rows: int
@@ -70,6 +71,7 @@ class Workload:
 class _Requests:
     def __init__(self, load: Workload, width: int, rng: np.random.Generator) -> None:
         self._load, self._width, self._rng = load, width, rng
+        self._born = 0
         self._level = np.array([self._fresh() for _ in range(load.rows)])
         self._drift = rng.normal(size=load.rows) * load.within
         self._left = np.full(load.rows, float(load.tokens)) * rng.random(load.rows) if load.tokens else np.empty(0)
@@ -81,7 +83,9 @@ class _Requests:
             self._left -= tokens
 
     def _fresh(self) -> float:
-        kind = self._load.kinds[self._rng.integers(len(self._load.kinds))]
+        number = self._born if self._load.tokens else self._rng.integers(len(self._load.kinds))
+        self._born += 1
+        kind = self._load.kinds[number % len(self._load.kinds)]
         return self._load.mean_logit + kind + self._rng.normal() * self._load.between
 
     def next_block(self) -> NDArray[np.float32]:
