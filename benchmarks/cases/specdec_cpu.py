@@ -199,8 +199,13 @@ def run_round(arms: Arms, cell: Cell, number: int, names: Sequence[str]) -> Roun
 
 def _counters(auto: Speculation) -> tuple[int, int, int, int]:
     """(emitted tokens and rows while on, steps that were on, steps) so far."""
-    on, steps = auto._steps[True], sum(auto._steps.values())
-    return auto.statistics.emitted, auto.statistics.rows, on, steps
+    account = auto.account
+    return (
+        account.statistics.emitted,
+        account.statistics.verifications,
+        account.steps[True],
+        sum(account.steps.values()),
+    )
 
 
 def near_lengths(cell: Cell, lengths: Sequence[str], screen: int, near: int) -> list[str]:

@@ -1,10 +1,13 @@
-"""Verification policies in the simulator: V4-Flash on 4 GPUs (digitised cost curves), loads that differ in how requests
-differ.
+"""Verification policies in the simulator: V4-Flash on 4 GPUs (digitised curves), loads whose requests differ more or less.
 
 `paper` is Algorithm 1 with its early stop, `production` the paper's asynchronous rule; `planned` and `live` are
 DeepInfer's rules for asynchronous and synchronous loops. Compare planned with production, and live with paper: each
 pair has the same information. The bar on mixed loads is for two requests and more: one alone is no mix, since at any
 time one length is the best for all that runs.
+
+`bound`, up to 16 requests that live by steps, is what nobody can exceed: the best choice of rows and budgets for the rate over
+all steps with the blocks' own confidences, drafted or not. "equal tokens" mixes code and chat as a job does: as many answers
+of each kind, each ended by its tokens and not by its steps; the bar is not put to it.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 from deepinfer_specdec.simulation.throughput import (
     Simulated,
     Workload,
+    clairvoyant,
     fixed_length,
     live_lookahead,
     paper_early_stop,
@@ -30,6 +35,7 @@ from deepinfer_specdec.simulation.throughput import (
 
 WIDTH = 7
 MIXED, GAIN = "code and chat", 1.05  # over the best fixed length
+MOST_BOUNDED, BOUND_ROUNDS = 16, 4  # rows; the rate converges quadratically
 NOISE = 0.995  # means over seeds differ by this much for one policy
 LOADS: dict[str, dict[str, object]] = {
     "equal": {},
@@ -37,18 +43,30 @@ LOADS: dict[str, dict[str, object]] = {
     "very noisy": {"within": 2.0},
     "requests differ": {"between": 1.0, "within": 0.5},
     "code and chat": {"kinds": (2.0, -2.0), "within": 0.5},
+    "equal tokens": {"kinds": (2.0, -2.0), "within": 0.5, "tokens": 300},
 }
 
 
 def compare(load: Workload, steps: int, seeds: int) -> dict[str, float]:
-    """Expected tokens per second by policy, mean over seeds; `fixed` is the best of all lengths, `length` which."""
+    """Expected tokens per second by policy, mean over seeds; `fixed` is the best of all lengths, `length` which; `bound` is 0
+    where there is none.
+    """
     verify, draft = v4_flash_verify(), v4_flash_draft()
 
     def mean(make: Callable[[], Simulated]) -> float:
         return float(np.mean([tokens_per_second(make(), load, verify, WIDTH, steps, seed) for seed in range(seeds)]))
 
     lengths = [mean(lambda k=k: fixed_length(k, draft)) for k in range(WIDTH + 1)]
+
+    def bound(seed: int) -> float:
+        rate = max(lengths)
+        for _ in range(BOUND_ROUNDS):
+            rate = tokens_per_second(clairvoyant(verify, draft, rate), load, verify, WIDTH, steps, seed)
+        return rate
+
+    bounded = load.rows <= MOST_BOUNDED and not load.tokens
     return {
+        "bound": float(np.mean([bound(seed) for seed in range(seeds)])) if bounded else 0.0,
         "fixed": max(lengths),
         "length": int(np.argmax(lengths)),
         "paper": mean(lambda: paper_early_stop(verify, draft)),
@@ -65,25 +83,27 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=200, help="steps at 64 rows and more; fewer rows run longer")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--loads", choices=LOADS, nargs="+", default=list(LOADS))
     args = parser.parse_args(argv)
     if not args.json:
         print("requests         rows  best fixed   paper production | planned    live", end=" | ")
-        print("planned/fixed /production   live/paper")
+        print("planned/fixed /production   live/paper  bound/fixed")
     kept = True
-    for name, options in LOADS.items():
-        for rows in args.rows:
-            steps = max(args.steps, min(2000, 20_000 // rows))
-            r = compare(Workload(rows, **options), steps, args.seeds)  # type: ignore[arg-type]
+    for name, rows in product(args.loads, args.rows):
+        load = Workload(rows, **LOADS[name])  # type: ignore[arg-type]
+        r = compare(load, max(args.steps, min(2000, 20_000 // rows)), args.seeds)
+        if not load.tokens:
             kept &= r["planned"] >= NOISE * r["production"] and r["live"] >= NOISE * r["paper"]
             kept &= name != MIXED or rows < 2 or r["planned"] >= GAIN * r["fixed"]
-            if args.json:
-                print(json.dumps({"load": name, "rows": rows, **r}), flush=True)
-                continue
-            print(f"{name:16} {rows:4} {r['fixed']:7.0f} k={r['length']} {r['paper']:7.0f}", end=" ")
-            print(f"{r['production']:10.0f} | {r['planned']:7.0f} {r['live']:7.0f} |", end=" ")
-            ratios = (r["planned"] / r["fixed"], r["planned"] / r["production"], r["live"] / r["paper"])
-            note = "  one request: no mix, no bar" if name == MIXED and rows < 2 else ""
-            print("{:13.3f} {:11.3f} {:12.3f}".format(*ratios) + note, flush=True)
+        if args.json:
+            print(json.dumps({"load": name, "rows": rows, **r}), flush=True)
+            continue
+        print(f"{name:16} {rows:4} {r['fixed']:7.0f} k={r['length']} {r['paper']:7.0f}", end=" ")
+        print(f"{r['production']:10.0f} | {r['planned']:7.0f} {r['live']:7.0f} |", end=" ")
+        ratios = (r["planned"] / r["fixed"], r["planned"] / r["production"], r["live"] / r["paper"])
+        note = "  one request: no mix, no bar" if name == MIXED and rows < 2 else ""
+        bound = f" {r['bound'] / r['fixed']:12.4f}" if r["bound"] else ""
+        print("{:13.4f} {:11.3f} {:12.3f}".format(*ratios) + bound + note, flush=True)
     return 0 if kept else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -21,6 +22,7 @@ def cli(tmp_path, monkeypatch, capsys):
     """Runs `deepinfer` in a folder of its own; returns status, standard output and standard error."""
     factory = types.ModuleType("deepinfer_offline.engine.factory")
     factory.build_engine = fake_engine.create_engine
+    factory.check_start = lambda options: None
     monkeypatch.setitem(sys.modules, factory.__name__, factory)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -51,7 +53,7 @@ def test_a_good_run(cli, tmp_path):
     report = json.loads((tmp_path / "report.json").read_bytes())
     assert report["finished"] is True
     assert report["counts"]["answered"] == 1
-    assert set(report["seconds"]) == {"reading", "loading", "running", "writing", "total"}
+    assert set(report["seconds"]) == {"checking", "reading", "loading", "running", "writing", "total"}
     assert cli("run", "in.jsonl", "-o", "out.jsonl")[0] == 0
 
 
@@ -113,6 +115,7 @@ START_ERRORS = {
     "no such folder": (["in.jsonl", "-o", "no/out.jsonl"], ["the folder no does not exist"]),
     "output is a folder": (["in.jsonl", "-o", "sub"], ["sub is a folder"]),
     "standard output": (["in.jsonl", "-o", "-"], ["OUTPUT cannot be standard output"]),
+    "standard output by name": (["in.jsonl", "-o", "/dev/stdout"], ["OUTPUT cannot be standard output"]),
     "output is a device": (["in.jsonl", "-o", "/dev/null"], ["/dev/null is not a regular file"]),
     "report over input": (
         ["in.jsonl", "-o", "out", "--report", "in.jsonl"],
@@ -137,6 +140,10 @@ START_ERRORS = {
     "bad memory": (["in.jsonl", "-o", "out", "--kv-memory", "lots"], ["--kv-memory 'lots'", "4GiB"]),
     "no memory": (["in.jsonl", "-o", "out", "--kv-memory", "0"], ["--kv-memory must be at least 1"]),
     "bad number": (["in.jsonl", "-o", "out", "--max-running", "many"], ["--max-running", "many"]),
+    "a power of ten": (
+        ["in.jsonl", "-o", "out", "--max-running", "1e8"],
+        ["--max-running", "'1e8' is not a whole number written in digits, like 64"],
+    ),
     "zero": (["in.jsonl", "-o", "out", "--max-running", "0"], ["--max-running must be at least 1, got 0"]),
     "seed of over 64 bits": (["in.jsonl", "-o", "out", "--seed", str(1 << 130)], ["--seed must be", str(1 << 130)]),
     "no devices": (
@@ -165,6 +172,64 @@ def test_a_run_that_cannot_start_says_why_in_one_sentence(cli, tmp_path, case):
         assert word in one_sentence(err)
     assert (tmp_path / "in.jsonl").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "sub", "utf16.jsonl"]
+
+
+FLAGS = {
+    "devices": (["--tensor-parallel", "2"], ["--tensor-parallel 2", "one device", "--engine vllm"]),
+    "copies": (["--data-parallel", "2"], ["--data-parallel 2"]),
+    "experts": (["--expert-parallel"], ["--expert-parallel"]),
+    "vLLM's arguments": (["--engine-arg", "a=b"], ["--engine-arg a", "takes none"]),
+    "a store without prefixes": (["--kv-store", "kv", "--no-prefix-caching"], ["--kv-store", "--prefix-caching"]),
+    "a draft that is not there": (
+        ["--speculative", "dspark", "--draft-model", "nowhere"],
+        ["--draft-model nowhere", "config.json"],
+    ),
+    "no draft": (["--speculative", "dspark"], ["brings no draft of its own", "--draft-model"]),
+    "no model": (["--model", "nowhere"], ["no model 'nowhere'"]),
+    "no checkpoint": (["--model", "sub"], ["sub has no config.json"]),
+    "a model of vLLM's": (["--model", "gemma"], ["does not run model_type 'gemma3'", "llama"]),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_flags_are_checked_before_anything_is_read_or_imported(tmp_path, case):
+    """In a process of its own: neither the input, which is damaged, nor torch is looked at."""
+    flags, words = FLAGS[case]
+    for name, kind in (("llama", "llama"), ("gemma", "gemma3")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "in.jsonl").write_bytes("{}".encode("utf-16"))
+    code = (
+        "import sys; from deepinfer_offline.cli.main import call; status = call(sys.argv[1:]); "
+        "print(status, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    argv = ["run", "in.jsonl", "-o", "out", "--engine", "native", "--model", "llama", "-q", *flags]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "2 False False\n", done.stderr
+    for word in words:
+        assert word in one_sentence(done.stderr)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gemma", "in.jsonl", "llama", "sub"]
+
+
+def test_what_needs_the_configuration_is_checked_before_the_input_is_read(cli, tmp_path, monkeypatch):
+    """Bars of the machine and the model; a finished OUTPUT needs no engine, and so no check."""
+    from deepinfer_offline.engine.base import EngineStartError
+
+    def refuse(options):
+        raise EngineStartError("too little memory")
+
+    factory = sys.modules["deepinfer_offline.engine.factory"]
+    monkeypatch.setattr(factory, "check_start", refuse)
+    (tmp_path / "damaged.jsonl").write_bytes("{}".encode("utf-16"))
+    assert one_sentence(cli("run", "damaged.jsonl", "-o", "out", "-q")[2]) == "deepinfer: too little memory\n"
+    monkeypatch.setattr(factory, "check_start", lambda options: None)
+    assert cli("run", "in.jsonl", "-o", "out.jsonl", "-q")[0] == 0
+    monkeypatch.setattr(factory, "check_start", refuse)
+    assert cli("run", "in.jsonl", "-o", "out.jsonl", "-q")[0] == 0
+    assert cli("run", "in.jsonl", "-o", "out.jsonl", "-q", "--fresh")[0] == 2
 
 
 def test_an_output_without_permission(cli, tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_a_csv_file(run, tmp_path):
     csv.writer(text).writerows(rows)
     (tmp_path / "in.csv").write_bytes(b"\xef\xbb\xbf" + text.getvalue().encode() + b"bad \xff byte,1,,,\r\n")
     results = run(str(tmp_path / "in.csv"))
-    assert [entry["custom_id"] for entry in results] == ["row-1", "row-2", "row-3", None, "row-5", "row-6"]
+    assert [entry["custom_id"] for entry in results] == ["row-1", "row-2", "row-3", "row-4", "row-5", "row-6"]
     assert [entry["response"]["status_code"] for entry in results] == [200, 200, 400, 400, 200, 400]
     tokens = [results[n]["response"]["body"]["usage"] for n in (0, 1, 4)]
     assert [usage["completion_tokens"] for usage in tokens] == [5, 6, 8]
@@ -195,7 +195,13 @@ def test_tool_calls_are_found_in_answers(run):
     assert choices[2]["message"]["tool_calls"][0]["function"]["arguments"] == '{"city":"Paris"}'
     assert choices[2]["finish_reason"] == "stop"
     assert "<tool_call>" in choices[3]["message"]["content"]
-    assert run.report["structured_output"] == {"answers": 1, "complete": 1, "cut_by_length": 0, "tool_calls": 2}
+    assert run.report["structured_output"] == {
+        "answers": 1,
+        "complete": 1,
+        "cut_by_length": 0,
+        "tool_calls": 2,
+        "notes": {},
+    }
 
 
 def test_a_message_can_be_continued(run):
@@ -287,3 +293,57 @@ def test_any_file_has_one_answer_a_line(tmp_path_factory, pieces):
         seen.add(raw)
         assert result["error"] is None
         assert result["response"]["status_code"] == (200 if good else 400)
+
+
+ROWS = [
+    ("good-1", "hi", "", "1"),
+    ("half a pair", "hi", '"\\ud800"', "1"),
+    ("deep", "hi", "[" * 600 + "]" * 600, "1"),
+    ("deeper", "hi", "[" * 3000 + "]" * 3000, "1"),
+    ("infinite", "hi", "", "1e999"),
+    ("named so", "hi", "", "Infinity"),
+    ("short", "hi"),
+    ("long", "hi", "a", "1", "2"),
+    ("no number", "hi", "", "NaN"),
+    ("good-2", "hi", '["a"]', "0.5"),
+]
+
+
+def test_a_bad_cell_costs_its_row_only_which_keeps_its_name(run, tmp_path):
+    text = io.StringIO()
+    csv.writer(text).writerows([("custom_id", "prompt", "stop", "temperature"), *ROWS])
+    (tmp_path / "in.csv").write_text(text.getvalue())
+    results = run(str(tmp_path / "in.csv"))
+    assert [entry["custom_id"] for entry in results] == [row[0] for row in ROWS]
+    good = {entry["custom_id"] for entry in results if entry["response"]["status_code"] == 200}
+    assert good == {
+        "good-1",
+        "deep",
+        "deeper",
+        "no number",
+        "good-2",
+    }  # deep lists stay text; a NaN is a missing number, as pandas writes one
+    said = {entry["custom_id"]: error_of(entry)["message"] for entry in results if entry["custom_id"] not in good}
+    assert "surrogate" in said["half a pair"]
+    assert "temperature must be a number" in said["infinite"]
+    assert "'Infinity'" in said["named so"]
+    assert "the row has 2 cells and the header has 4" in said["short"]
+
+
+def test_a_row_of_another_length_is_not_taken_for_another_row(run, tmp_path):
+    """Where cells may have moved, the name is not known."""
+    for header, row, name in (
+        ("prompt,custom_id,seed", "hi, there,a,1", None),
+        ("prompt,custom_id", "hi, there,a", "a"),
+        ("prompt,custom_id", "hi", None),
+        ("custom_id,prompt", "a", "a"),
+        ("prompt,seed", "hi", "row-1"),
+    ):
+        good = ",".join({"prompt": "x", "custom_id": "a", "seed": "1"}[column] for column in header.split(","))
+        (tmp_path / "in.csv").write_text(f"{header}\n{row}\n{good}\n")
+        bad, fine = run(str(tmp_path / "in.csv"), fresh=True)
+        assert bad["custom_id"] == name
+        assert bad["response"]["status_code"] == 400
+        assert fine["response"]["status_code"] == 200, (
+            "a row that may have moved does not make another one a repetition"
+        )

@@ -108,6 +108,13 @@ BAD = {
     "negative token": (text(prompt=[1, -1]), "invalid_value", "prompt[1]", ["-1"]),
     "object as prompt": (text(prompt={"a": 1}), "invalid_type", "prompt", ["prompt must be"]),
     "unknown parameter": (chat(frobnicate=1), "unknown_parameter", "frobnicate", ["unknown parameter 'frobnicate'"]),
+    "vLLM's bad_words": (
+        chat(bad_words=["no"]),
+        "unknown_parameter",
+        "bad_words",
+        ["'bad_words'", "not supported", "logit_bias"],
+    ),
+    "vLLM's former name": (text(guided_json={}), "unknown_parameter", "guided_json", ["structured_outputs.json"]),
     "misspelt parameter": (chat(temprature=1), "unknown_parameter", "temprature", ["did you mean 'temperature'"]),
     "null unknown parameter": (chat(frobnicate=None), "unknown_parameter", "frobnicate", ["'frobnicate'"]),
     "parameter of the other": (text(messages=HELLO), "unknown_parameter", "messages", ["belongs to", CHAT]),

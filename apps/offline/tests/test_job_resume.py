@@ -25,29 +25,53 @@ def test_a_finished_job_is_left_alone_and_can_be_done_afresh(run):
     assert len(run.engines) == 2
 
 
-@pytest.mark.parametrize("change", ["prompt", "id", "more", "fewer", "model", "foreign"])
-def test_the_output_of_another_job_is_not_overwritten(run, change, tmp_path):
+OTHERS = {
+    "prompt": r"line 3 differs in the input: line 3 asks for something else now",
+    "first prompt": r"line 1 differs in the input: line 1 asks for something else now",
+    "id": r"line 3 differs in the input: it answers custom_id 'id-2' and line 3 of the input has 'changed'",
+    "more": r"it has 5 lines, the input has more",
+    "fewer": r"has more lines than the input",
+    "dtype": r"line 1 differs in an option: --dtype was auto and is float32",
+    "two": r"line 1 differs in an option: --dtype was auto and is float32, --seed was 0 and is 7",
+    "argument": r"line 1 differs in an option: --engine-arg was not given and is a=b",
+    "model": r"line 1 differs in the model: it was made by 'fake-model' and this run's is '/models/other'",
+    "seed": r"line 1 differs in .*--seed",
+    "foreign": r"line 1 differs in its form: it is not a line that deepinfer writes",
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_the_output_of_another_job_is_not_overwritten_and_the_difference_is_named(run, change):
+    """A seed that was given before cannot be guessed: then all that remains is named."""
     lines = jobs(5)
-    run(lines)
-    options = {}
+    run(lines, engine=EngineOptions(model="fake-model", seed=10**9 if change == "seed" else 0))
+    engine = EngineOptions(model="fake-model")
     if change == "prompt":
         lines[2]["body"]["prompt"] = "changed"
+    elif change == "first prompt":
+        lines[0]["body"]["prompt"] = "changed"
     elif change == "id":
         lines[2]["custom_id"] = "changed"
     elif change == "more":
         lines.append(line("new", prompt="x"))
     elif change == "fewer":
         lines.pop()
-    elif change == "model":
-        options["engine"] = EngineOptions(dtype="float32")
-    else:
+    elif change == "foreign":
         run.output.write_text("my diary\n")
+    else:
+        fields = {
+            "dtype": {"dtype": "float32"},
+            "two": {"dtype": "float32", "seed": 7},
+            "argument": {"engine_args": (("a", "b"),)},
+            "model": {"model": "/models/other"},
+        }
+        engine = replace(engine, **fields.get(change, {}))
     content = run.output.read_bytes()
-    with pytest.raises(JobError, match=r"out.jsonl exists and .*--fresh"):
-        run(lines, **options)
+    with pytest.raises(JobError, match=f"out.jsonl exists and .*{OTHERS[change]}.*--fresh"):
+        run(lines, engine=engine)
     assert run.output.read_bytes() == content
     assert run.leftovers() == []
-    run(lines, fresh=True, **options)
+    run(lines, fresh=True, engine=engine)
 
 
 def interrupt(run, lines, after=3, **options):

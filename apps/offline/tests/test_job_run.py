@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from deepinfer_offline.engine.base import EngineStats
+from deepinfer_offline.job.report import Facts, make_report
 from job_kit import chat, error_of, jobs, line
 
 
@@ -145,6 +147,26 @@ def test_a_line_that_cannot_be_read_is_answered_under_its_name(run, raw):
 
 
 @pytest.mark.parametrize(
+    ("cut", "name"),
+    [
+        ('{"custom_id": "a", "method": "POST", "bo', "a"),
+        (r'{"custom_id": "a\"b", "met', 'a"b'),
+        ('{"custom_id": "a"', None),
+        ('{"method": "POST", "custom_id": "a", "bo', None),
+        ('{"custom_id": "a", "body": {"custom_id": "b", ', None),
+        (r'{"custom_id": "\ud800", "bo', None),
+        ('["custom_id", "a", ', None),
+    ],
+)
+def test_a_line_that_was_cut_off_is_answered_under_the_name_it_begins_with(run, cut, name):
+    """A writer that died in the middle of a line and wrote it again: the whole line is no repetition."""
+    torso, whole = run([cut, line(name or "a", prompt="x")])
+    assert torso["custom_id"] == name
+    assert error_of(torso)["code"] == "invalid_json"
+    assert whole["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         '{"custom_id": "a", "custom_id": "b"}',
@@ -172,3 +194,13 @@ def test_a_request_that_the_engine_fails_on_has_no_response(run, monkeypatch):
     }
     assert [entry["error"] is None for entry in results] == [True, True, True, False, True, True]
     assert run.report["counts"]["engine_failures"] == 1
+
+
+def test_what_grammars_say_is_reported_with_structured_output_and_not_among_seconds() -> None:
+    notes = {"not enforced: format 'email' at /mail": 3}
+    stats = EngineStats(prefill_seconds=1.0, decode_seconds=2.0, extra={"grammar_notes": notes, "kv_store": {"a": 1}})
+    report = make_report(Facts("in", "out", stats=stats))
+    assert report["structured_output"]["notes"] == notes
+    assert report["engine_seconds"] == {"prefill": 1.0, "decode": 2.0}
+    assert report["kv_store"] == {"a": 1}
+    assert make_report(Facts("in", "out", stats=EngineStats()))["structured_output"]["notes"] == {}

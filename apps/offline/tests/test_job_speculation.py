@@ -22,7 +22,7 @@ def test_accepted_length_counts_rows_and_the_bonus() -> None:
     found = make_report(facts)["speculation"]
     assert found["accepted_length"] == pytest.approx(8 / 3)
     assert found["acceptance_rate"] == pytest.approx(5 / 12)
-    assert "2.67 tokens a verification" in printed(make_report(facts))
+    assert "2.67 tokens a verification step" in printed(make_report(facts))
 
 
 def test_the_engines_own_account_is_reported_and_printed() -> None:
@@ -39,7 +39,7 @@ def test_the_engines_own_account_is_reported_and_printed() -> None:
     assert report["speculation"].items() >= own.items()
     assert "speculation" not in report["engine_seconds"]
     line = (
-        "suffix: needs no draft model; 2.50 tokens a verification; accepted by position 75% 50%; "
+        "suffix: needs no draft model; 2.50 tokens a verification step; accepted by position 75% 50%; "
         "on in 40% of the decode steps"
     )
     assert describe_speculation(report["speculation"]) == line
@@ -50,11 +50,11 @@ def test_a_reason_stands_where_nothing_was_drafted() -> None:
     own = {
         "drafter": "ngram",
         "reason": "chosen by --speculative",
-        "outcome": "never on: at best x0.97",
+        "outcome": "off: at best x0.97",
         "verified_tokens": 0,
     }
     report = make_report(Facts("in", "out", stats=EngineStats(extra={"speculation": own})))
-    assert "ngram, chosen by --speculative; never on: at best x0.97" in printed(report)
+    assert "ngram, chosen by --speculative; off: at best x0.97" in printed(report)
 
 
 def test_nothing_is_said_where_nothing_was_asked() -> None:

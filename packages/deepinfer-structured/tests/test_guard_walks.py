@@ -133,7 +133,9 @@ _DEAD = [
     ({"type": "string", "pattern": "^(red|green)$"}, '["red","r'),
     ({"type": "string", "pattern": "^(red|green)$"}, '["red","green",'),
     ({"type": "string", "pattern": "^[a-zäöüß]+$"}, '["a","\\'),
-    (_A_NUMBER | {"additionalProperties": False}, '[{"a":0},{"a":-0 '),
+    (_A_NUMBER | {"additionalProperties": False}, '[{"a":0},{"a":-'),
+    ({"type": "number"}, "[0,0e"),
+    ({"type": "number", "minimum": 5, "maximum": 5}, "[5,"),
 ]
 
 

@@ -176,7 +176,7 @@ def test_vocabulary_names_what_is_wrong():
 def test_a_draft_into_a_dead_end_is_cut_before_it(byte_vocabulary):
     """Two texts fit the items and three distinct ones are asked for: after the second nothing can be said."""
     item = {"type": "string", "pattern": "^a{0,1}$"}
-    schema = {"type": "array", "items": item, "uniqueItems": True, "minItems": 3, "maxItems": 3}
+    schema = {"type": "array", "prefixItems": [item] * 3, "uniqueItems": True, "minItems": 3, "maxItems": 3}
     matcher = compile_spec(Spec.json_schema(schema), byte_vocabulary, Options(max_whitespace=0)).matcher()
     draft = list(b'["a","","a')
     rows = allocate_mask(len(draft) + 1, byte_vocabulary.size)

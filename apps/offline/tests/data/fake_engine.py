@@ -180,6 +180,7 @@ if __name__ == "__main__":
     sys.modules[sampling.__name__] = sampling
     factory = types.ModuleType("deepinfer_offline.engine.factory")
     factory.build_engine = create_engine  # type: ignore[attr-defined]
+    factory.check_start = lambda options: None  # type: ignore[attr-defined]
     sys.modules[factory.__name__] = factory
     from deepinfer_offline.cli.main import main
 

@@ -10,21 +10,23 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True)
 class SpeculationStatistics:
-    """Counts over a run. A verification step is one sequence's row in one step, whether its draft was trimmed to 0 or
-    not.
+    """Counts over a run. A verification step is one sequence's row in one step that verified at least one draft. A row that
+    verified none, because none was made or all were trimmed, is plain decoding and counted apart.
 
     Attributes:
-        rows: verification steps.
-        emitted: tokens they emitted.
-        drafted: drafts that the drafter made.
+        verifications: verification steps.
+        emitted: tokens they emitted, the bonus or correction included.
+        plain_rows: rows that verified nothing while speculation was on; each emits one token.
+        drafted: drafts that the drafter made, also for rows that verified none.
         verified: drafts that the target computed.
         accepted: drafts that were emitted.
         verified_at: verified drafts by column.
         accepted_at: accepted drafts by column.
     """
 
-    rows: int = 0
+    verifications: int = 0
     emitted: int = 0
+    plain_rows: int = 0
     drafted: int = 0
     verified: int = 0
     accepted: int = 0
@@ -32,24 +34,26 @@ class SpeculationStatistics:
     accepted_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @property
-    def accepted_length(self) -> float:
-        """Tokens emitted per verification step, the bonus included; 1 when nothing ran."""
-        return self.emitted / self.rows if self.rows else 1.0
+    def accepted_length(self) -> float | None:
+        """Tokens emitted per verification step, the bonus included; None where nothing was verified: speculation was off."""
+        return self.emitted / self.verifications if self.verifications else None
 
     @property
-    def acceptance_rate(self) -> float:
-        """Accepted share of verified drafts; 0 when none was verified."""
-        return self.accepted / self.verified if self.verified else 0.0
+    def acceptance_rate(self) -> float | None:
+        """Accepted share of verified drafts; None where none was verified."""
+        return self.accepted / self.verified if self.verified else None
 
     def record(
         self, drafted: NDArray[np.integer], verified: NDArray[np.integer], accepted: NDArray[np.integer]
     ) -> None:
         """Count one step: int [R] each, drafts made, verified and accepted per row."""
-        self.rows += len(verified)
+        steps = int((np.asarray(verified) > 0).sum())
+        self.verifications += steps
+        self.plain_rows += len(verified) - steps
         self.drafted += int(drafted.sum())
         self.verified += int(verified.sum())
         self.accepted += int(accepted.sum())
-        self.emitted += int(accepted.sum()) + len(accepted)
+        self.emitted += int(accepted.sum()) + steps
         top = int(verified.max(initial=0))
         if top > self.verified_at.size:
             grow = top - self.verified_at.size
@@ -60,12 +64,13 @@ class SpeculationStatistics:
         self.accepted_at += (np.asarray(accepted)[:, None] > columns).sum(axis=0)
 
     def as_dict(self) -> dict[str, object]:
-        """For reports."""
+        """For reports; None stands where nothing was verified."""
         return {
-            "accepted_length": round(self.accepted_length, 4),
-            "acceptance_rate": round(self.acceptance_rate, 4),
-            "verification_steps": self.rows,
+            "accepted_length": _rounded(self.accepted_length),
+            "acceptance_rate": _rounded(self.acceptance_rate),
+            "verification_steps": self.verifications,
             "emitted_tokens": self.emitted,
+            "plain_rows": self.plain_rows,
             "drafted_tokens": self.drafted,
             "verified_tokens": self.verified,
             "accepted_tokens": self.accepted,
@@ -73,3 +78,7 @@ class SpeculationStatistics:
                 round(float(a / v), 4) if v else None for a, v in zip(self.accepted_at, self.verified_at, strict=True)
             ],
         }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -11,7 +11,7 @@ from typing import Any
 from deepinfer_structured import whitespace
 from deepinfer_structured.config import Options
 from deepinfer_structured.engines import llguidance, xgrammar
-from deepinfer_structured.errors import EngineMissing, LimitExceeded, StructuredError, UnsatisfiableSchema
+from deepinfer_structured.errors import EngineMissing, InvalidSpec, LimitExceeded, StructuredError, UnsatisfiableSchema
 from deepinfer_structured.grammar import Grammar
 from deepinfer_structured.lowering import Lowered, lower_spec
 from deepinfer_structured.schema import blame, values
@@ -105,6 +105,9 @@ def _tried(spec: Spec, found: Lowered, options: Options) -> Lowered:
 
 def _explained(error: StructuredError, spec: Spec, found: Lowered | None, options: Options) -> StructuredError:
     """An error of a schema, or of the grammar that it was lowered to, with the keyword to blame and a way out."""
+    if spec.kind == "grammar" and isinstance(error, InvalidSpec) and not isinstance(error, UnsatisfiableSchema):
+        reason = f"the grammar does not compile: {str(error)[:300]} (line and column)"
+        return InvalidSpec(f"{reason}. Way out: correct it there; Lark has `start: ...`, EBNF `root ::= ...`")
     if spec.kind != "json_schema" or getattr(error, "keyword", ""):
         return error
     if isinstance(error, UnsatisfiableSchema):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepinfer_structured.guard_tables import SPACE
-from deepinfer_structured.guard_values import compact, normal
+from deepinfer_structured.guard_values import written
 from deepinfer_structured.schema.unique_paths import Place, UniquePaths
 
+_SPECIAL = re.compile(rb'["\\]')
 _SCALAR = frozenset(b"0123456789+-.eEtrufalsn")
 LITERALS = {ord("t"): b"true", ord("f"): b"false", ord("n"): b"null"}
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """An open array or object. `seen` holds the items of a guarded array or the keys of a guarded object, `written` the
     compact texts of these items, `start` is the offset of an array's current item or an object's current key."""
 
@@ -32,8 +32,7 @@ class Frame:
     key: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """Where the reader is. Modes: value, string, scalar, after (a value), key, colon, done; `escaped` within strings."""
 
     frame: Frame | None
@@ -53,12 +52,18 @@ class Reader:
         """Read `data` at the end of the text; None if it repeats an item. The text keeps the data only on success."""
         length = len(self.text)
         self.text += data
-        for offset in range(length, length + len(data)):
+        offset, end = length, length + len(data)
+        while offset < end:
+            if state.mode in ("string", "key") and not state.escaped:
+                special = _SPECIAL.search(data, offset - length)
+                if special is None:
+                    break
+                offset = length + special.start()
             after = self._byte(state, self.text[offset], offset)
             if after is None:
                 del self.text[length:]
                 return None
-            state = after
+            state, offset = after, offset + 1
         return state
 
     def would_repeat(self, state: State, data: bytes) -> bool:
@@ -73,7 +78,7 @@ class Reader:
             if state.escaped and byte in b"u/" and counts(state):
                 return None  # a second spelling
             if state.escaped or byte == 0x5C:
-                return replace(state, escaped=not state.escaped)
+                return state._replace(escaped=not state.escaped)
             if byte != 0x22:
                 return state
             if state.mode == "string":
@@ -85,13 +90,18 @@ class Reader:
                 if name in seen:
                     return None
                 seen |= {name}
-            return State(replace(state.frame, key=f"={name}", seen=seen), "colon")  # '=' tells an empty key from none
+            return State(state.frame._replace(key=f"={name}", seen=seen), "colon")  # '=' tells an empty key from none
         if state.mode == "scalar":
             if byte in _SCALAR:
-                return state
+                return None if byte in b"eE" and self._is_zero(state, offset) else state
             done = self._complete(state.frame, state.start, offset)
             return done and self._byte(done, byte, offset)
         return state if byte in SPACE else self._structure(state, byte, offset)
+
+    def _is_zero(self, state: State, offset: int) -> bool:
+        """Whether the number at hand counts and is zero so far: as an exponent would leave it, whatever its digits."""
+        zero = not bytes(self.text[state.start : offset]).strip(b"-0.")
+        return zero and next(guarded_frames(state), None) is not None
 
     def _structure(self, state: State, byte: int, offset: int) -> State | None:
         frame, mode = state.frame, state.mode
@@ -102,9 +112,9 @@ class Reader:
             return self._complete(frame.parent, frame.parent.start if frame.parent else 0, offset + 1)
         if mode == "after":
             assert frame is not None
-            return State(replace(frame, index=frame.index + 1) if frame.is_array else frame, "value")
+            return State(frame._replace(index=frame.index + 1) if frame.is_array else frame, "value")
         if frame is not None and not frame.is_array and not frame.key and byte == 0x22:
-            return State(replace(frame, start=offset), "key", offset)
+            return State(frame._replace(start=offset), "key", offset)
         return self._open(frame, byte, offset)
 
     def _open(self, frame: Frame | None, byte: int, offset: int) -> State | None:
@@ -112,7 +122,7 @@ class Reader:
             if frame.is_array and frame.guarded and LITERALS.get(byte) in frame.seen:
                 return None  # once begun, a literal has one way to go on
             if frame.is_array:
-                frame = replace(frame, start=offset)
+                frame = frame._replace(start=offset)
         if byte in b"[{":
             if frame is None:
                 place = self.paths.root
@@ -129,13 +139,11 @@ class Reader:
         if frame is None:
             return State(None, "done")
         if frame.is_array and frame.guarded:
-            text = bytes(self.text[start:end])
-            value = normal(text)
+            value, short = written(bytes(self.text[start:end]))
             if value in frame.seen:
                 return None
-            short = value if value[:1] == b'"' else compact(text, whole=True)
-            frame = replace(frame, seen=frame.seen | {value}, written=(*frame.written, short))
-        return State(replace(frame, key=""), "after")
+            frame = frame._replace(seen=frame.seen | {value}, written=(*frame.written, short))
+        return State(frame._replace(key=""), "after")
 
 
 def guarded_frames(state: State) -> Iterator[Frame]:

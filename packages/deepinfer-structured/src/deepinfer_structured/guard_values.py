@@ -12,6 +12,7 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 _PIECES = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[][{},:]|[^][{},:"\s]+', re.DOTALL)
 _NUMBER = re.compile(rb"(-?)(0|[1-9][0-9]*)(?:\.([0-9]+))?(?:[eE]([+-]?[0-9]+))?")
 _NUMERIC = frozenset(b"-0123456789")
+_SHORT = 100  # digits that `int` is given
 _PLACES = 2  # digits of the exponents that are written out
 _LITERALS = (b"true", b"false", b"null")
 
@@ -53,7 +54,7 @@ def scalar(text: bytes) -> bytes | None:
     A number is its digits without zeros at either end, and an exponent of ten: 10, 1e1 and 10.0 are `1e1`.
     """
     if text[:1] == b'"':
-        return spelled(json.loads(text.decode("utf-8", "surrogatepass")))
+        return spelled(json.loads(text.decode("utf-8", "surrogatepass"))) if b"\\" in text else text
     if text in _LITERALS:
         return text
     found = _NUMBER.fullmatch(text)
@@ -70,9 +71,70 @@ def scalar(text: bytes) -> bytes | None:
 
 def _sum(exponent: bytes, shift: int) -> bytes:
     """An exponent plus `shift`, in decimal digits. (`int` refuses long texts.)"""
+    if len(exponent) < _SHORT:
+        return b"%d" % (int(exponent) + shift)
     exact = Context(prec=len(exponent) + 20, Emax=MAX_EMAX, Emin=MIN_EMIN)
     total = exact.add(Decimal(exponent.decode()), Decimal(shift))
     return b"0" if total.is_zero() else str(total).encode()
+
+
+def written(text: bytes) -> tuple[bytes, bytes]:
+    """The normal form of a value and its compact text."""
+    if text[:1] in (b"[", b"{"):
+        return normal(text), compact(text, whole=True)
+    value = scalar(text)
+    assert value is not None, text
+    return value, _plain(text) if text[0] in _NUMERIC else value
+
+
+def completions(number: bytes, value: bytes, longest: int) -> list[bytes]:
+    """All texts of 1 to `longest` digits that, written after `number`, make it equal to a value.
+
+    Args:
+        number: the beginning of a number; if it has an exponent, its digits are not all zero.
+        value: a normal form.
+    """
+    if value[0] not in _NUMERIC or (number and number[0] not in _NUMERIC):
+        return []
+    digits, _, shift = value.partition(b"e")
+    if len(shift) > _SHORT:
+        return []  # no text of usual length reaches it
+    mantissa, power, exponent = number.replace(b"E", b"e").partition(b"e")
+    if power:
+        return _exponents(mantissa, exponent, digits, int(shift or 0), longest)
+    sign, places, most = number[: number[:1] == b"-"], int(shift or 0), len(number) + longest
+    if digits[:1] == b"-" or value == b"0":
+        sign, digits = (sign, digits) if value == b"0" else (b"-", digits[1:])
+    else:
+        sign = b""
+    if abs(places) + len(digits) > most + 1 or (places < 0 and b"." not in number):
+        return []
+    whole, part = (digits + b"0" * places, b"") if places >= 0 else _split(digits, -places)
+    if b"." not in number:
+        text = sign + whole
+        return [text[len(number) :]] if text.startswith(number) and len(number) < len(text) <= most else []
+    text = sign + whole + b"." + part
+    least, text = max(len(text), len(number) + 1), text.ljust(most, b"0")
+    return [text[len(number) : end] for end in range(least, most + 1)] if text.startswith(number) else []
+
+
+def _split(digits: bytes, places: int) -> tuple[bytes, bytes]:
+    padded = digits.rjust(places + 1, b"0")
+    return padded[:-places], padded[-places:]
+
+
+def _exponents(mantissa: bytes, exponent: bytes, digits: bytes, shift: int, longest: int) -> list[bytes]:
+    found = scalar(mantissa)
+    own, _, places = (found or b"").partition(b"e")
+    if own != digits or not places:
+        return []
+    missing = shift - int(places)
+    sign, begun = exponent[: exponent[:1] in (b"+", b"-")], exponent.lstrip(b"+-")
+    if (missing < 0) != (sign == b"-") and missing:
+        return []
+    target = b"%d" % abs(missing)
+    texts = (b"0" * zeros + target for zeros in range(len(begun) + longest))
+    return [t[len(begun) :] for t in texts if t.startswith(begun) and 0 < len(t) - len(begun) <= longest]
 
 
 def normal(text: bytes) -> bytes:

@@ -12,6 +12,7 @@ from deepinfer_structured.config import Options
 from deepinfer_structured.engines import llguidance
 from deepinfer_structured.errors import InvalidSpec, LimitExceeded
 from deepinfer_structured.regex import NEVER, quote
+from deepinfer_structured.regex.parse import UnsupportedPattern
 from deepinfer_structured.regex.search import whole
 from deepinfer_structured.schema import blame
 from deepinfer_structured.schema.lower import lower
@@ -70,9 +71,17 @@ def lower_spec(spec: Spec, options: Options) -> Lowered:
 
 
 def _regex(pattern: str) -> str:
-    language = whole(pattern)
+    try:
+        language = whole(pattern)
+    except UnsupportedPattern as error:
+        raise InvalidSpec(f"{error}. Way out: rewrite the expression without it") from None
+    except InvalidSpec as error:
+        raise InvalidSpec(
+            f"{error}. Way out: correct it; a backslash before a character stands for the character"
+        ) from None
     if language == NEVER:
-        raise InvalidSpec(f"no text matches the regular expression {pattern[:200]!r}")
+        reason = f"no text matches the regular expression {pattern[:200]!r}"
+        raise InvalidSpec(f"{reason}. Way out: look for what contradicts itself, as in `a^` or an empty class")
     return f"{quote.definitions(raw=True)}start: TEXT\nTEXT: {quote.terminal(language, raw=True)}\n"
 
 
@@ -96,4 +105,5 @@ def _grammar(text: str) -> str:
     try:
         return any_to_lark(text)
     except Exception as error:
-        raise InvalidSpec(f"the EBNF grammar does not parse: {error}") from None
+        reason = f"the EBNF grammar does not parse: {' '.join(str(error).split())}"
+        raise InvalidSpec(f"{reason}. Way out: correct it there, or write it in Lark's notation") from None

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from deepinfer_structured.whitespace import Whitespace
 
 _FARTHEST = 100  # tokens looked ahead
+_LONGEST_NUMBER = 16  # tokens; a number that could only repeat for so long is given up
+_MOST_LOOKS = 300  # places looked at to tell whether something can follow one token
 
 
 class Matcher:
@@ -34,7 +36,18 @@ class Matcher:
         ended: whether the end-of-sequence token was accepted.
     """
 
-    __slots__ = ("_count", "_nowhere", "_shape", "_ways", "ended", "guard", "native", "vocabulary", "whitespace")
+    __slots__ = (
+        "_count",
+        "_looks",
+        "_nowhere",
+        "_shape",
+        "_ways",
+        "ended",
+        "guard",
+        "native",
+        "vocabulary",
+        "whitespace",
+    )
 
     def __init__(
         self,
@@ -48,6 +61,7 @@ class Matcher:
         self.whitespace = whitespace
         self.vocabulary = vocabulary
         self._nowhere: set[int] | None = None  # tokens taken out of the mask of this place since nothing follows them
+        self._looks = 0  # places looked at for the token in question
         self._ways: dict[Hashable, bool] = {}  # places of the guard, and whether something can follow there
         self._count = 0  # tokens accepted by the library, without the end-of-sequence token
         self.ended = False
@@ -146,7 +160,7 @@ class Matcher:
         if self.guard is None:
             return
         self.guard.restrict(row)
-        self._nowhere = {token for token in self.guard.along(row) if not self._survives(token)}
+        self._nowhere = {t for tokens in self.guard.along(row) if not self._survives(tokens[0]) for t in tokens}
         clear(row, self._nowhere)
         if self.guard.idle(row):
             raise MatcherError(
@@ -164,26 +178,21 @@ class Matcher:
         self._take_back(1)  # the guard reads no text that the grammar does not take
         row = allocate_mask(1, self.vocabulary.size)[0]
         set_only(row, (token,))
-        return all(self._survives(t) for t in self.guard.along(row)) and self._accept(token)
-
-    def _takes(self, tokens: list[int]) -> bool:
-        """Whether the library takes some tokens."""
-        taken = self.native.accept(tokens)
-        self.native.rollback(taken)
-        return taken == len(tokens)
+        return all(self._survives(tokens[0]) for tokens in self.guard.along(row)) and self._accept(token)
 
     def _survives(self, token: int, depth: int = 0) -> bool:
-        """Whether something that is no repetition can follow a token; assumed beyond `_FARTHEST` tokens.
+        """Whether something that is no repetition can follow a token; assumed where it cannot be told (see `_beyond`).
 
         Whitespace is not something, and never the only way to go on.
         """
         assert self.guard is not None
+        if self.guard.lives(token, self.native.takes):
+            return True
         if not self._accept(token):
             return False
-        place = self.guard.place
-        found = True if depth >= _FARTHEST else self._ways.get(place)
-        if found is None and any(self._takes(tokens) and self.guard.apart(tokens) for tokens in self.guard.ways()):
-            found = self._ways[place] = True
+        place, found = self.guard.place, self._beyond(depth)
+        if found is None:
+            found = self._ways.get(place)
         if found is None:
             row = allocate_mask(1, self.vocabulary.size)[0]
             self.native.fill(row)
@@ -191,11 +200,18 @@ class Matcher:
                 row &= kept
             self.guard.restrict(row)
             further = self.guard.along(row)
-            clear(row, further)
-            found = not self.guard.idle(row) or any(self._survives(t, depth + 1) for t in further)
+            clear(row, (t for tokens in further for t in tokens))
+            found = not self.guard.idle(row) or any(self._survives(tokens[0], depth + 1) for tokens in further)
             self._ways[place] = found
         self._take_back(1)
         return found
+
+    def _beyond(self, depth: int) -> bool | None:
+        """What is assumed of the place of the guard if it is too far away to be looked at; None if it is not."""
+        assert self.guard is not None
+        self._looks = self._looks + 1 if depth else 0
+        far = _LONGEST_NUMBER if self.guard.in_number else _FARTHEST
+        return not self.guard.in_number if depth >= far or self._looks >= _MOST_LOOKS else None
 
     def fill_draft_masks(self, draft: Sequence[int], rows: Mask) -> int:
         """Masks for a draft block: row i is the mask after the first i draft tokens.

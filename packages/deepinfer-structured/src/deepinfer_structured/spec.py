@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from deepinfer_structured.errors import InvalidSpec
 
+_HALF = re.compile("[\ud800-\udfff]")
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 
 
@@ -29,6 +31,9 @@ class Spec:
             raise InvalidSpec(f"constraint kind must be one of {get_args(Kind)}, got {self.kind!r}")
         if not isinstance(self.content, str):
             raise InvalidSpec(f"{self.kind} content must be text, got {type(self.content).__name__}")
+        if self.kind not in ("json_schema", "regex") and (half := _HALF.search(self.content)):
+            reason = f"the lone surrogate U+{ord(half.group()):04X} at {half.start()}, which no text in UTF-8 has"
+            raise InvalidSpec(f"the {self.kind} holds half a character, {reason}. Way out: write the whole character")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Spec:

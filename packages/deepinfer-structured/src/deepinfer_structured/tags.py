@@ -77,6 +77,10 @@ class _Builder:
         begin = _field(value, "begin", str)
         ends = value.get("end", "")
         ends = ends if isinstance(ends, list) else [ends]
+        if not ends or not all(isinstance(e, str) for e in ends):
+            raise InvalidSpec(
+                f"structural tag {begin!r}: end must be text or a list of texts, got {value.get('end')!r}"
+            )
         content = value.get("content")
         rest = _literal(begin[len(skip) :])
         if isinstance(content, dict) and content.get("type") == "any_text":
@@ -90,6 +94,9 @@ class _Builder:
         triggers = _field(value, "triggers", list)
         if not isinstance(tags, list) or not tags or not triggers:
             raise InvalidSpec("structural tag: triggers and tags must not be empty")
+        wrong = [t for t in triggers if not isinstance(t, str) or not t] + [t for t in tags if not isinstance(t, dict)]
+        if wrong:
+            raise InvalidSpec(f"structural tag: triggers are texts and tags are objects, got {wrong[0]!r}")
         options: list[str] = []
         for trigger in triggers:
             own = [t for t in tags if isinstance(t, dict) and str(t.get("begin", "")).startswith(trigger)]
@@ -98,7 +105,10 @@ class _Builder:
             head = self.rule(f"TEXT {_literal(trigger)}", "[lazy]")
             options.append(f"{head} ({' | '.join(self.tag(t, trigger) for t in own)})")
         if not options:
-            raise InvalidSpec(f"structural tag: no tag begins with a trigger of {triggers}")
+            begins = [t.get("begin") for t in tags]
+            raise InvalidSpec(
+                f"structural tag: no tag begins with a trigger of {triggers}; the tags begin with {begins}"
+            )
         loop = self.rule(" | ".join(options))
         if value.get("stop_after_first"):
             return loop if value.get("at_least_one") else f"({loop} | TEXT)"

@@ -23,7 +23,7 @@ def _whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+        raise typer.BadParameter(f"{text!r} is not a whole number written in digits, like 64") from None
 
 
 _MODEL, _SPEED, _OUTPUT, _DEVICES = "Model", "Speed and memory", "Results", "Several devices"
@@ -241,7 +241,10 @@ def _run(options: JobOptions, traceback: bool) -> int:
     from deepinfer_offline.job.run import Job
 
     with open_reporter(options.quiet) as reporter:
-        job = Job(options, _make_engine if not options.ray else partial(_make_fleet, options.ray), reporter)
+        if options.ray:  # the engines' machines are not this one
+            job = Job(options, partial(_make_fleet, options.ray), reporter)
+        else:
+            job = Job(options, _make_engine, reporter, _check_engine)
         status = _attempt(job, options, traceback, reporter.close)
     report = make_report(job.facts)
     if options.report is not None and (job.facts.finished or job.facts.records):
@@ -269,6 +272,12 @@ def _make_engine(options: EngineOptions) -> Engine:
     from deepinfer_offline.engine.factory import build_engine
 
     return build_engine(options)
+
+
+def _check_engine(options: EngineOptions) -> None:
+    from deepinfer_offline.engine.factory import check_start
+
+    check_start(options)
 
 
 def _make_fleet(count: int, options: EngineOptions) -> Engine:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer_offline.engine.base import Engine
+from deepinfer_offline.engine.native.flags import check_flags
 from deepinfer_offline.engine.options import EngineOptions
 from deepinfer_offline.engine.vllm.arguments import DEFAULT_BLOCK_SIZE
 from deepinfer_offline.models.registry import known_model_types
@@ -38,15 +39,41 @@ def build_engine(options: EngineOptions) -> Engine:
     return build_native(options, source, tokenizer)
 
 
+def check_start(options: EngineOptions) -> None:
+    """Find out what keeps an engine from starting, as far as that can be told without reading weights.
+
+    Raises:
+        EngineStartError: as `build_engine`. What needs no library is looked at first.
+    """
+    source = resolve_model(options.model)
+    if options.engine == "native" or _is_native(options, source):
+        check_flags(options, source)
+    if choose_engine(options, source) == "native":
+        from deepinfer_offline.engine.native.build import plan_native
+
+        plan_native(options, source)
+    elif importlib.util.find_spec("vllm") is None:
+        from deepinfer_offline.engine.vllm.engine import import_vllm
+
+        import_vllm()
+
+
 def choose_engine(options: EngineOptions, source: ModelSource) -> str:
     """`native` or `vllm`. `auto` takes vLLM where a CUDA device and vLLM are present and the model is a folder."""
     if options.engine != "auto":
         return options.engine
-    if source.is_gguf or options.device in ("cpu", "npu") or importlib.util.find_spec("vllm") is None:
+    if _is_native(options, source):
         return "native"
     import torch
 
     return "vllm" if torch.cuda.is_available() else "native"
+
+
+def _is_native(options: EngineOptions, source: ModelSource) -> bool:
+    """Whether `auto` takes the native engine whatever devices there are."""
+    if options.engine != "auto":
+        return False
+    return source.is_gguf or options.device in ("cpu", "npu") or importlib.util.find_spec("vllm") is None
 
 
 def cache_page(options: EngineOptions, source: ModelSource) -> tuple[str, int]:

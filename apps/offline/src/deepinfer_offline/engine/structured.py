@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from deepinfer_offline.engine.base import RequestError
-from deepinfer_offline.sampling.params import StructuredOutputs
+from deepinfer_offline.sampling.params import FORMS, StructuredOutputs
 
 if TYPE_CHECKING:
     from deepinfer_structured import Grammar, Options, Spec, Vocabulary
@@ -131,7 +131,7 @@ def _spec(wanted: StructuredOutputs) -> Spec:
         message = f"structured output needs the package deepinfer-structured: {error}"
         raise RequestError(message, param="structured_outputs") from error
     try:
-        fields = {name: getattr(wanted, name) for name in StructuredOutputs.__slots__}
+        fields = {name: getattr(wanted, name) for name in FORMS}
         if isinstance(wanted.json, bool):  # a schema too, not a field that is switched off
             fields["json"] = json.dumps(wanted.json)
         spec = Spec.from_structured_outputs(fields)
@@ -142,4 +142,4 @@ def _spec(wanted: StructuredOutputs) -> Spec:
 
 
 def _refusal(error: Exception) -> RequestError:
-    return RequestError(f"structured output: {error}", code="invalid_schema", param="response_format")
+    return RequestError(f"structured output: {error}", code="invalid_schema", param="structured_outputs")

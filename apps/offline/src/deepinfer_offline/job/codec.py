@@ -16,6 +16,7 @@ except ImportError:  # the standard library writes the same bytes, only slower
 MAX_DEPTH = 100
 """Levels of lists and objects in a line: JSON writers and chat templates recurse, and orjson stops at 254."""
 
+_FIRST = re.compile(r'\s*\{\s*"(\w+)"\s*:\s*("(?:[^"\\]|\\.)*")\s*,')  # an object's first key, with a whole string
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -73,7 +74,7 @@ def decode_line(raw: bytes) -> Any:
         raise LineError(f"the line is not valid JSON: {error.msg} {where}", code="invalid_json") from None
     except ValueError as error:  # integers of more digits than Python converts, NaN
         raise LineError(f"the line is not valid JSON: {error}", code="invalid_json") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+    if text.count("[") + text.count("{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
         raise LineError(f"the line is nested more than {MAX_DEPTH} levels deep", code="invalid_json")
     return value
 
@@ -99,13 +100,27 @@ def find_string(raw: bytes, key: str) -> str | None:
     return found[0]
 
 
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
+def find_first_string(raw: bytes, key: str) -> str | None:
+    """The string under the first key of a line that is no JSON, such as one that was cut off; None if that is another key."""
+    try:
+        start = _FIRST.match(raw.decode("utf-8"))
+        if start is None or start[1] != key or raw.count(f'"{key}"'.encode()) != 1:
+            return None
+        found = json.loads(start[2])
+        found.encode()
+    except ValueError:
+        return None
+    return found
+
+
+def depth(value: Any) -> int:
+    """Levels of lists and objects in a JSON value, itself included; found without recursion."""
+    levels, level = 0, [value]
     while level:
-        depth += 1
+        levels += 1
         inner = [item for item in level if isinstance(item, dict | list)]
         level = [entry for item in inner for entry in (item.values() if isinstance(item, dict) else item)]
-    return depth
+    return levels
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

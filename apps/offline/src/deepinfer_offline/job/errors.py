@@ -17,6 +17,7 @@ class LineError(ValueError):
         param: where in the request body the fault is, e.g. `messages[2].role`, or None.
         status: the HTTP status of the answer, 400..499.
         custom_id: the line's name where the line itself cannot be read but its name can, else None.
+        owns_id: whether a later line with that name is a repetition; not where the line may be the torso of the later one.
     """
 
     def __init__(self, message: str, *, code: str = "invalid_value", param: str | None = None, status: int = 400):
@@ -26,6 +27,7 @@ class LineError(ValueError):
         self.param = param
         self.status = status
         self.custom_id: str | None = None
+        self.owns_id = True
 
 
 class JobError(RuntimeError):

@@ -112,6 +112,21 @@ PARAMETERS: dict[str, Parameter] = {
 }
 
 
+ELSEWHERE: dict[str, str] = {
+    "bad_words": "give a word that is one token a logit_bias of -100, or say what the answer may be by structured_outputs",
+    "guided_json": "write structured_outputs.json",
+    "guided_regex": "write structured_outputs.regex",
+    "guided_choice": "write structured_outputs.choice",
+    "guided_grammar": "write structured_outputs.grammar",
+    "functions": "write tools",
+    "function_call": "write tool_choice",
+    "prompt_logprobs": "write echo with logprobs, on /v1/completions",
+    "use_beam_search": "answers are drawn, not searched for; n gives several",
+    "extra_body": "it is a client's argument; put what it holds into body itself",
+}
+"""Parameters that other services take, and what to write here instead."""
+
+
 def check_parameters(body: dict[str, Any], kind: Kind) -> dict[str, Any]:
     """Check every parameter of a body on its own.
 
@@ -150,6 +165,8 @@ def _unknown(name: str, kind: Kind) -> LineError:
     if name in PARAMETERS:
         other = "/v1/completions" if kind == "chat" else "/v1/chat/completions"
         message = f"parameter {show(name)} belongs to {other}"
+    elif name in ELSEWHERE:
+        message = f"parameter {show(name)} is not supported: {ELSEWHERE[name]}"
     else:
         message = f"unknown parameter {show(name)}" + closest(
             name, (n for n in PARAMETERS if kind in PARAMETERS[n].kinds)

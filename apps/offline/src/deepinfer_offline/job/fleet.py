@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -135,6 +136,11 @@ class Fleet:
         for field in fields(EngineStats):
             if field.name != "extra":
                 setattr(total, field.name, sum(getattr(member.stats, field.name) for member in self._members))
+        notes: Counter[str] = Counter()
+        for member in self._members:
+            notes.update(member.stats.extra.get("grammar_notes", {}))
+        if notes:
+            total.extra["grammar_notes"] = dict(notes)
         return total
 
     def close(self) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 from deepinfer_offline.job.checks import boolean, mapping, refuse, string
 from deepinfer_offline.job.errors import LineError, show
-from deepinfer_offline.sampling.params import StructuredOutputs
+from deepinfer_offline.sampling.params import FORMS, StructuredOutputs
 
+_FORMAT = "response_format"
 _KINDS = ("text", "json_object", "json_schema", "structural_tag")
 _SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
 
@@ -42,11 +43,12 @@ def _response_format(value: dict[str, Any]) -> StructuredOutputs | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputs(json_object=True)
+        return StructuredOutputs(json_object=True, origin=_FORMAT)
     if kind == "structural_tag":
-        return StructuredOutputs(structural_tag={name: part for name, part in value.items() if name != "type"})
+        tag = {name: part for name, part in value.items() if name != "type"}
+        return StructuredOutputs(structural_tag=tag, origin=_FORMAT)
     _check_schema("response_format.json_schema", value.get("json_schema"))
-    return StructuredOutputs(json=value["json_schema"]["schema"])
+    return StructuredOutputs(json=value["json_schema"]["schema"], origin=_FORMAT)
 
 
 def _check_schema(where: str, value: Any) -> None:
@@ -62,7 +64,7 @@ def _check_schema(where: str, value: Any) -> None:
 
 
 def _structured_outputs(value: dict[str, Any]) -> StructuredOutputs:
-    known = StructuredOutputs.__slots__
+    known = FORMS
     for key in value:
         if key not in known:
             raise refuse(

@@ -28,11 +28,13 @@ class Line:
         number: its number in the file, from 1, blank lines counted.
         raw: its bytes without the line end; empty when there is a `fault`.
         fault: why the line cannot even be read as JSON, or None.
+        custom_id: the name to answer a line with a `fault` under, where it is known.
     """
 
     number: int
     raw: bytes
     fault: str | None = None
+    custom_id: str | None = None
 
 
 def read_lines(path: Path) -> Iterator[Line]:

@@ -15,6 +15,7 @@ from deepinfer_offline.job.errors import JobError, LineError
 from deepinfer_offline.job.feed import Feed
 from deepinfer_offline.job.journal import Journal
 from deepinfer_offline.job.pending import Pending, Refused
+from deepinfer_offline.job.toolcalls import at_tool
 
 MAX_IN_FLIGHT = 1024
 """Requests in the engine at a time, waiting ones included: enough to look ahead, little enough to hold."""
@@ -143,7 +144,11 @@ class JobLoop:
             tally.constrained_complete += stopped
 
     def _refuse_pending(self, pending: Pending, error: RequestError) -> None:
-        fault = LineError(str(error), code=error.code, param=error.param)
+        message, param, form = str(error), error.param, pending.request.params.structured_outputs
+        if error.code == "invalid_schema" and form is not None:
+            param = form.origin
+            message = at_tool(message, pending.tool_choice, pending.tool_names) if param == "tools" else message
+        fault = LineError(message, code=error.code, param=param)
         result = refusal(pending.key, pending.custom_id, pending.number, fault)
         self._refuse(Refused(pending.record, fault.status, result))
 

@@ -80,12 +80,17 @@ class JobOptions:
 
     def fingerprint(self) -> str:
         """16 hex digits that change when an option that shapes answers does."""
-        return hashlib.blake2b(dumps(self.answer_options()), digest_size=8).hexdigest()
+        return fingerprint(self.answer_options())
 
     def names(self) -> tuple[str, ...]:
         """Model names that lines may ask for, besides the engine's own."""
         path = Path(self.engine.model)
         return (self.engine.model, path.name, path.stem if path.suffix == ".gguf" else path.name, *self.served_names)
+
+
+def fingerprint(answer_options: dict[str, str | int]) -> str:
+    """See `JobOptions.fingerprint`."""
+    return hashlib.blake2b(dumps(answer_options), digest_size=8).hexdigest()
 
 
 def _model_identity(model: str) -> str:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from deepinfer_offline.job.answer import OK, copy_answer, line_id
 from deepinfer_offline.job.codec import loads
+from deepinfer_offline.job.difference import describe_difference
 from deepinfer_offline.job.errors import JobError, LineError
 from deepinfer_offline.job.journal import Journal
 from deepinfer_offline.job.lines import Line, read_lines
+from deepinfer_offline.job.options import JobOptions
 from deepinfer_offline.job.request import name_of, read_object
 from deepinfer_offline.job.scan import JobIndex
 
@@ -77,13 +79,13 @@ def write_output(
     return written
 
 
-def read_finished(path: Path, lines: Iterator[Line], job: str) -> Iterator[tuple[int, bytes]]:
+def read_finished(path: Path, lines: Iterator[Line], options: JobOptions) -> Iterator[tuple[int, bytes]]:
     """Read an OUTPUT that an earlier run finished.
 
     Args:
         path: OUTPUT.
         lines: INPUT from its start.
-        job: fingerprint that the ids in OUTPUT must be made with.
+        options: of this job; the ids in OUTPUT must be made with them.
 
     Yields:
         For each record the status (0: no response) and the OUTPUT line.
@@ -91,20 +93,25 @@ def read_finished(path: Path, lines: Iterator[Line], job: str) -> Iterator[tuple
     Raises:
         JobError: OUTPUT does not answer this INPUT with this model and these options, line by line.
     """
-    results = read_lines(path)
+    results, job = read_lines(path), options.fingerprint()
+    way_out = "choose another output, or replace it with --fresh"
     for number, line in enumerate(lines, start=1):
         result = next(results, None)
-        status = _status(result.raw, line_id(job, line)) if result is not None else None
-        if result is None or status is None:
+        if result is None:
             raise JobError(
-                f"{path} exists and is not this job's result (line {number} does not answer line {line.number} of the "
-                "input with this model and these options); choose another output, or replace it with --fresh"
+                f"{path} exists and is not this job's result: it has {number - 1} lines, the input has more; {way_out}"
+            )
+        status = _status(result.raw, line_id(job, line))
+        if status is None:
+            rest = zip(lines, results, strict=False)
+            fit = number > 1 or any(_status(there.raw, line_id(job, asked)) is not None for asked, there in rest)
+            difference = describe_difference(options, line, result.raw, others_fit=fit)
+            raise JobError(
+                f"{path} exists and is not this job's result; line {number} differs in {difference}; {way_out}"
             )
         yield status, result.raw
     if next(results, None) is not None:
-        raise JobError(
-            f"{path} exists and has more lines than the input; choose another output, or replace it with --fresh"
-        )
+        raise JobError(f"{path} exists and has more lines than the input; {way_out}")
 
 
 def _status(raw: bytes, key: str) -> int | None:

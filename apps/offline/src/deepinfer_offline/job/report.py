@@ -71,6 +71,7 @@ def make_report(facts: Facts) -> dict[str, Any]:
             "complete": tally.constrained_complete,
             "cut_by_length": tally.constrained - tally.constrained_complete,
             "tool_calls": tally.tool_calls,
+            "notes": stats.extra.get("grammar_notes", {}),
         },
         "answers_cut_by_length": tally.by_length,
         "engine": asdict(facts.info) if facts.info else None,
@@ -98,7 +99,9 @@ def _counts(facts: Facts) -> dict[str, int]:
 
 
 def _speculation(stats: EngineStats) -> dict[str, Any]:
-    """What drafts did. `accepted_length`: tokens of one sequence's row in one verification step, the bonus token included."""
+    """What drafts did. `accepted_length`: tokens emitted per verification step, the bonus included; a verification step is one
+    sequence's row in one step that verified at least one draft. None where nothing was verified: speculation was off.
+    """
     counted = {
         "drafter": None,
         "reason": None,
@@ -113,7 +116,6 @@ def _speculation(stats: EngineStats) -> dict[str, Any]:
 def _speed(facts: Facts, stats: EngineStats) -> dict[str, Any]:
     tally, running = facts.tally, facts.seconds.get("running", 0.0)
     hit_rate = _ratio(stats.cached_tokens, stats.prompt_tokens)
-    extra = {name: value for name, value in stats.extra.items() if name != "speculation"}
     return {
         "tokens_per_second": {
             "total": _ratio(tally.prompt_tokens + tally.completion_tokens, running),
@@ -127,8 +129,8 @@ def _speed(facts: Facts, stats: EngineStats) -> dict[str, Any]:
             "of_bound": _ratio(hit_rate or 0.0, facts.bound.rate),
             "windows": facts.bound.windows,
         },
-        "kv_store": extra.pop("kv_store", None),
-        "engine_seconds": {"prefill": stats.prefill_seconds, "decode": stats.decode_seconds, **extra},
+        "kv_store": stats.extra.get("kv_store"),
+        "engine_seconds": {"prefill": stats.prefill_seconds, "decode": stats.decode_seconds},
     }
 
 
@@ -180,7 +182,7 @@ def describe_speculation(found: dict[str, Any]) -> str:
             else f"{found['drafter']}, {found['reason']}"
         )
     if found["verified_tokens"]:
-        said.append(f"{found['accepted_length']:.2f} tokens a verification")
+        said.append(f"{found['accepted_length']:.2f} tokens a verification step")
     shares = [f"{share:.0%}" for share in found.get("accepted_share_by_position", ()) if share is not None]
     if shares:
         said.append(f"accepted by position {' '.join(shares)}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from deepinfer_offline.engine.base import RequestError
 from deepinfer_offline.job import chat, completion
-from deepinfer_offline.job.codec import decode_line, find_string
+from deepinfer_offline.job.codec import decode_line, find_first_string, find_string
 from deepinfer_offline.job.errors import LineError, show
 from deepinfer_offline.job.fields import PARAMETERS, Kind, check_parameters, closest
 from deepinfer_offline.job.lines import Line
@@ -20,11 +20,15 @@ MAX_ID = 512  # characters
 def read_object(line: Line) -> dict[str, Any]:
     """The JSON object on a line. Raises LineError, under the line's `custom_id` if that is plain, when there is none."""
     if line.fault is not None:
-        raise LineError(line.fault, code="invalid_line")
+        error = LineError(line.fault, code="invalid_line")
+        error.custom_id, error.owns_id = line.custom_id, False
+        raise error
     try:
         value = decode_line(line.raw)
     except LineError as error:
         error.custom_id = find_string(line.raw, "custom_id")
+        if error.custom_id is None:
+            error.custom_id, error.owns_id = find_first_string(line.raw, "custom_id"), False
         raise
     if not isinstance(value, dict):
         raise LineError(f"the line must be a JSON object, got {show(value)}", code="invalid_type")

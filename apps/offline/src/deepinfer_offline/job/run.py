@@ -40,12 +40,19 @@ class Job:
         options: what to do.
         make_engine: builds the engine; called only if there is something to compute.
         reporter: is told what happens.
+        check_engine: raises for an engine that cannot be built, before INPUT is read; not called where OUTPUT may be done.
     """
 
-    def __init__(self, options: JobOptions, make_engine: MakeEngine, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        options: JobOptions,
+        make_engine: MakeEngine,
+        reporter: Reporter,
+        check_engine: Callable[[EngineOptions], None] | None = None,
+    ) -> None:
         self.facts = Facts(options.input, str(options.output), options=_shown(options))
         self._options = options
-        self._make_engine = make_engine
+        self._make_engine, self._check_engine = make_engine, check_engine
         self._reporter = reporter
 
     def run(self) -> Facts:
@@ -65,6 +72,9 @@ class Job:
         try:
             if source.ignored_columns:
                 self._reporter.note(f"columns without a meaning here are ignored: {', '.join(source.ignored_columns)}")
+            if self._check_engine is not None and (options.fresh or not options.output.exists()):
+                with self._phase("checking"):
+                    self._check_engine(options.engine)
             with self._locked_journal() as journal:
                 self._run(source, journal)
         finally:
@@ -97,11 +107,10 @@ class Job:
         options, facts = self._options, self.facts
         if options.fresh or not options.output.exists() or journal.read_header():
             return False
-        job = options.fingerprint()
-        statuses = [status for status, _ in read_finished(options.output, source.lines(), job)]
+        statuses = [status for status, _ in read_finished(options.output, source.lines(), options)]
         failed = sum(status != OK for status in statuses)
         if options.retry_errors and failed:
-            self._adopt(read_finished(options.output, source.lines(), job), journal, index)
+            self._adopt(read_finished(options.output, source.lines(), options), journal, index)
             return False
         facts.resumed, facts.finished = len(statuses), True
         facts.answered, facts.failed = len(statuses) - failed, failed

@@ -99,7 +99,7 @@ def _judge(line: Line) -> tuple[bytes, bytes, bool]:
         id_hash = _hash_id(name_of(value))
         return id_hash, greedy_key(parse_request(value)) or _EMPTY, False
     except LineError as error:
-        return id_hash if error.custom_id is None else _hash_id(error.custom_id), _EMPTY, True
+        return _hash_id(error.custom_id) if error.custom_id and error.owns_id else id_hash, _EMPTY, True
     except Exception:  # a fault of ours: the second pass answers the line with it
         return id_hash, _EMPTY, True
 

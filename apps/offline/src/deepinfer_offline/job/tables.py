@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepinfer_offline.job.codec import dumps
+from deepinfer_offline.job.codec import MAX_DEPTH, depth, dumps
 from deepinfer_offline.job.errors import JobError
 from deepinfer_offline.job.fields import PARAMETERS
 from deepinfer_offline.job.lines import MAX_LINE_BYTES, Line, open_bytes
@@ -61,7 +61,7 @@ def read_csv(path: Path) -> Iterator[Line]:
                 row = next(rows, None)
             except csv.Error as error:
                 number += 1
-                yield Line(number, b"", f"the row is not valid CSV: {error}")
+                yield Line(number, b"", f"the row is not valid CSV: {error}", _row_name(header, [], number))
                 continue
             except (OSError, EOFError, zlib.error) as error:
                 raise JobError(f"cannot read {path} after row {number}: {error}") from error
@@ -71,9 +71,19 @@ def read_csv(path: Path) -> Iterator[Line]:
                 continue
             number += 1
             if len(row) != len(header):
-                yield Line(number, b"", f"the row has {len(row)} cells and the header has {len(header)}")
+                fault = f"the row has {len(row)} cells and the header has {len(header)}"
+                yield Line(number, b"", fault, _row_name(header, row, number))
             else:
                 yield Line(number, _line(zip(header, map(_csv_cell, header, row), strict=True), number))
+
+
+def _row_name(header: list[str], row: list[str], number: int) -> str | None:
+    """The `custom_id` of a row with too many or too few cells; None where cells that moved may stand in its place."""
+    if "custom_id" not in header:
+        return f"row-{number}"
+    place = header.index("custom_id")
+    name = row[0] if row and place == 0 else row[-1] if place == len(header) - 1 and len(row) > len(header) else ""
+    return name if name.strip() and name.isprintable() else None
 
 
 def parquet_columns(path: Path) -> Columns:
@@ -103,8 +113,12 @@ def _line(cells: Iterable[tuple[str, Any]], number: int) -> bytes:
     line = {"custom_id": str(custom_id), "method": "POST", "url": url, "body": body}
     try:
         return dumps(line)
-    except UnicodeEncodeError:  # bytes that are not UTF-8: decoding the line will say so
+    except UnicodeEncodeError:
+        pass
+    try:  # bytes that are not UTF-8: decoding the line will say so
         return json.dumps(line, ensure_ascii=False).encode(errors="surrogateescape")
+    except UnicodeEncodeError:  # half of a surrogate pair, written as JSON escapes: decoding will say that, too
+        return json.dumps(line).encode()
 
 
 def _columns(names: Iterable[str], path: Path) -> Columns:
@@ -121,14 +135,25 @@ def _columns(names: Iterable[str], path: Path) -> Columns:
 def _csv_cell(name: str, text: str) -> Any:
     if text == "" and name != "prompt":
         return None
-    return text if name in _TEXT else _json_or_text(text)
+    if name in _TEXT:
+        return text
+    return None if text == "NaN" else _json_or_text(text)
 
 
 def _json_or_text(text: str) -> Any:
+    """What can be written as JSON again; anything else stays the text that the parameter's check will show."""
     try:
-        return json.loads(text)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
         return text
+    return value if depth(value) <= MAX_DEPTH else text
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a JSON number")
+    return number
 
 
 def _parquet_cell(name: str, value: Any) -> Any:

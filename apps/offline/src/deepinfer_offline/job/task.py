@@ -8,7 +8,7 @@ from typing import Any
 
 from deepinfer_offline.job.codec import dumps
 from deepinfer_offline.job.fields import Kind
-from deepinfer_offline.sampling.params import SamplingParams
+from deepinfer_offline.sampling.params import FORMS, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def greedy_key(task: Task) -> bytes | None:
     values = [getattr(plain, name) for name in SamplingParams.__slots__]
     bias = sorted(params.logit_bias.items()) if params.logit_bias else None
     asked = params.structured_outputs
-    form = [getattr(asked, name) for name in asked.__slots__] if asked is not None else None
+    form = [getattr(asked, name) for name in FORMS] if asked is not None else None
     values[SamplingParams.__slots__.index("logit_bias")] = bias
     what = [task.kind, task.model, task.messages, task.text, task.token_ids, task.template, task.tools]
     text = dumps([*what, task.tool_choice, task.one_call, task.add_special_tokens, task.echo, form, values])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from deepinfer_offline.job.codec import dumps, loads
 from deepinfer_offline.job.task import Task
 from deepinfer_offline.sampling.params import StructuredOutputs
 
+_TOOLS = "tools"
+_PLACE = re.compile(r"schema at (/\S*):")
+_CALL_PLACE = re.compile(r"schema at /items/anyOf/(\d+)/properties/arguments(\S*):")
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 Call = tuple[str, str]  # name, arguments as JSON text
 
@@ -23,7 +26,7 @@ def tool_form(task: Task) -> StructuredOutputs | None:
         return None
     functions = {tool["function"]["name"]: tool["function"] for tool in task.tools}
     if task.tool_choice != "required":
-        return StructuredOutputs(json=_arguments(functions[task.tool_choice.removeprefix("function:")]))
+        return StructuredOutputs(json=_arguments(functions[task.tool_choice.removeprefix("function:")]), origin=_TOOLS)
     calls = [
         {
             "type": "object",
@@ -34,7 +37,17 @@ def tool_form(task: Task) -> StructuredOutputs | None:
         for name, function in functions.items()
     ]
     shape: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    return StructuredOutputs(json={**shape, "maxItems": 1} if task.one_call else shape)
+    return StructuredOutputs(json={**shape, "maxItems": 1} if task.one_call else shape, origin=_TOOLS)
+
+
+def at_tool(message: str, choice: str, names: Sequence[str]) -> str:
+    """A message about the form that a required tool call makes, with its place in `tools`."""
+    if choice != "required":
+        name = choice.removeprefix("function:")
+        return (
+            _PLACE.sub(rf"tools[{names.index(name)}].function.parameters at \1:", message) if name in names else message
+        )
+    return _CALL_PLACE.sub(lambda m: f"tools[{m[1]}].function.parameters at {m[2] or '/'}:", message)
 
 
 def find_calls(text: str, choice: str, names: Collection[str]) -> tuple[str | None, list[Call]]:

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from deepinfer_offline.models.base import Model
 
 _MODELS: dict[str, str] = {}
+_DRAFTING: set[str] = set()
 
 
-def register_model(model_type: str, target: str) -> None:
-    """Let `target` ("package.module:Class") run checkpoints of `model_type`.
+def register_model(model_type: str, target: str, *, drafts: bool = False) -> None:
+    """Let `target` ("package.module:Class") run checkpoints of `model_type`; `drafts`: they may bring a draft of their own.
 
     Raises:
         ValueError: `model_type` is taken by another class.
@@ -23,11 +24,26 @@ def register_model(model_type: str, target: str) -> None:
     if known is not None and known != target:
         raise ValueError(f"model_type {model_type!r} is already run by {known}, cannot give it to {target}")
     _MODELS[model_type] = target
+    if drafts:
+        _DRAFTING.add(model_type)
 
 
 def known_model_types() -> tuple[str, ...]:
     """The model types that the native engine runs, sorted."""
     return tuple(sorted(_MODELS))
+
+
+def may_bring_draft(model_type: str) -> bool:
+    """Whether checkpoints of this type can have a draft of their own."""
+    return model_type in _DRAFTING
+
+
+def check_model_type(model_type: str) -> None:
+    """Raise EngineStartError, with the known types, for a type that no class runs."""
+    if model_type not in _MODELS:
+        raise EngineStartError(
+            f"the native engine does not run model_type {model_type!r}; it runs {', '.join(known_model_types())}"
+        )
 
 
 def model_class(model_type: str) -> type[Model]:
@@ -36,16 +52,12 @@ def model_class(model_type: str) -> type[Model]:
     Raises:
         EngineStartError: no class runs it; the message lists the known types.
     """
-    target = _MODELS.get(model_type)
-    if target is None:
-        raise EngineStartError(
-            f"the native engine does not run model_type {model_type!r}; it runs {', '.join(known_model_types())}"
-        )
-    module, _, name = target.partition(":")
+    check_model_type(model_type)
+    module, _, name = _MODELS[model_type].partition(":")
     return getattr(import_module(module), name)
 
 
 for _model_type in ("llama", "qwen2", "qwen3"):
     register_model(_model_type, "deepinfer_offline.models.llama.model:LlamaModel")
 for _model_type in ("deepseek_v41", "deepsig_v41"):
-    register_model(_model_type, "deepinfer_offline.models.deepsig_v41.model:DeepSigV41Model")
+    register_model(_model_type, "deepinfer_offline.models.deepsig_v41.model:DeepSigV41Model", drafts=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer_offline.engine.base import RequestError
@@ -18,6 +18,9 @@ def _refuse(name: str, value: Any, allowed: str) -> RequestError:
     return RequestError(f"{name} must be {allowed}, got {value!r}", code="invalid_value", param=name)
 
 
+FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """What the answer must look like. Exactly one field is set.
@@ -29,6 +32,7 @@ class StructuredOutputs:
         grammar: an EBNF or Lark grammar.
         json_object: True: any JSON object.
         structural_tag: a structural tag specification, as a dict or JSON text.
+        origin: the parameter that asked for it, for messages.
     """
 
     json: Mapping[str, Any] | str | bool | None = None
@@ -37,11 +41,12 @@ class StructuredOutputs:
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: Mapping[str, Any] | str | None = None
+    origin: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__slots__ if getattr(self, name) is not None]
+        given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise _refuse("structured_outputs", given, f"an object with exactly one of {', '.join(self.__slots__)}")
+            raise _refuse("structured_outputs", given, f"an object with exactly one of {', '.join(FORMS)}")
         if self.choice is not None and (not self.choice or not all(isinstance(c, str) for c in self.choice)):
             raise _refuse("structured_outputs.choice", self.choice, "a non-empty list of strings")
         if self.json_object is False:
@@ -125,7 +130,7 @@ class SamplingParams:
             try:
                 object.__setattr__(self, "structured_outputs", StructuredOutputs(**self.structured_outputs))
             except TypeError as error:
-                allowed = f"an object with one of {', '.join(StructuredOutputs.__slots__)}"
+                allowed = f"an object with one of {', '.join(FORMS)}"
                 raise _refuse("structured_outputs", self.structured_outputs, allowed) from error
 
     def _check_ranges(self) -> None:

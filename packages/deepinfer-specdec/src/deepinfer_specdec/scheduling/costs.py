@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-_GRID = np.unique(np.round(2.0 ** np.arange(0, 12.01, 0.5)).astype(np.int64))  # 1, 2, 3, 4, 6, 8, 11, 16, ...
-_BETWEEN = np.sqrt(_GRID[1:] * _GRID[:-1]).tolist()  # where the next point of the grid becomes the nearest, by ratio
-_WINDOW = 15  # measurements kept per point
-_ENOUGH = 3  # measurements from which a median is believed; also what the smooth line weighs against a point's own
-_DOUBTED = (
-    1.5  # times the guess: what fewer measurements are believed at most, or one step that was held up ends all tries
-)
+from deepinfer_specdec.scheduling.surcharge import GRID, Surcharge, Typical, lower_third
+
 _OLD = (
     256  # steps after which a load's drafts are believed to be that dear no more: where they look dear nobody measures
 )
@@ -31,76 +24,6 @@ _KEPT = 8  # steps that an answer is kept at most
 _PRIOR_ROWS = (
     16  # before anything is known a draft costs as much as a row among this many more; also the rows that hide half
 )
-
-
-def _median(values: Iterable[float]) -> float:
-    """The upper one of the two middle values of an even number; numpy's takes ten times as long for a few."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
-
-
-class _Medians:
-    """Running medians of measurements by integer key."""
-
-    def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}
-        self.values: dict[int, float] = {}
-
-    def add(self, key: int, value: float) -> None:
-        samples = self._samples.setdefault(key, deque(maxlen=_WINDOW))
-        samples.append(value)
-        if len(samples) >= _ENOUGH or key not in self.values:
-            self.values[key] = _median(samples)
-
-    def count(self, key: int) -> int:
-        """Measurements that the median of `key` rests on."""
-        return len(self._samples.get(key, ()))
-
-
-class _Extra:
-    """Seconds that drafts add at one load: a smooth line through medians on a coarse grid, and on it the kinks, which are
-    the medians of numbers of drafts that came up often enough themselves.
-    """
-
-    def __init__(self) -> None:
-        self._coarse = _Medians()  # by place in the grid, scaled to the grid's own number
-        self._exact = _Medians()
-        self._kinks: tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]] | None = None
-
-    def add(self, drafts: int, seconds: float) -> None:
-        place = bisect_right(_BETWEEN, drafts)
-        self._coarse.add(place, seconds * float(_GRID[place]) / drafts)
-        self._exact.add(drafts, seconds)
-        self._kinks = None
-
-    def line(self, guess: NDArray[np.float64], most: int, old: bool = False) -> NDArray[np.float64]:
-        """float64 [most + 1]. `guess`: seconds on the grid before anything was measured; it gives the unmeasured part its
-        shape, the nearest measured points its level. `old`: what was measured may be true no more.
-        """
-        places = np.array(sorted(self._coarse.values))
-        if places.size:
-            ratios = np.array([self._coarse.values[int(p)] for p in places]) / guess[places]
-            few = np.array([old or self._coarse.count(int(p)) < _ENOUGH for p in places])
-            ratios = np.where(few, np.minimum(ratios, _DOUBTED), ratios)
-            guess = guess * np.interp(np.arange(_GRID.size), places, ratios)
-        line = np.interp(np.arange(most + 1), np.append(0, _GRID), np.append(0.0, guess))
-        if old:
-            return line
-        points, medians, counts = self._points()
-        inside = points <= most
-        points, medians, weight = points[inside], medians[inside], counts[inside]
-        line[points] += (medians - line[points]) * weight / (weight + _ENOUGH)
-        return line
-
-    def _points(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-        if self._kinks is None:
-            known = [n for n in self._exact.values if self._exact.count(n) >= _ENOUGH]
-            self._kinks = (
-                np.array(known, np.int64),
-                np.array([self._exact.values[n] for n in known], np.float64),
-                np.array([self._exact.count(n) for n in known], np.float64),
-            )
-        return self._kinks
 
 
 class _Plain:
@@ -129,21 +52,21 @@ class _Plain:
             ranges = sorted(self._samples.items())
             self._line = (
                 [sum(rows for rows, _ in samples) / len(samples) for _, samples in ranges],
-                [sorted(seconds for _, seconds in samples)[(len(samples) - 1) // 3] for _, samples in ranges],
+                [lower_third([seconds for _, seconds in samples]) for _, samples in ranges],
             )
         sizes, seconds = self._line
         return seconds[-1] * rows / sizes[-1] if rows > sizes[-1] else float(np.interp(rows, sizes, seconds))
 
 
 class StepCosts:
-    """What the loop's steps take, from medians of what was measured.
+    """What the loop's steps take, from the lower thirds of what was measured.
 
     A step of the loop that runs ahead takes `ahead(rows)`. A synchronous one takes `alone(rows)`, `extra(rows, B)` for its B
     drafts, and `host_seconds(rows)` between it and the next; the last two are learned by load (a power of two of rows).
 
-    Where extra was not measured it is a guess, scaled by what the measured points of the same load say about it. The guess
-    is on the high side, so speculation starts with the surest drafts. No monotone shape is forced on it: some larger steps
-    are cheaper.
+    Where extra was not measured it is a guess, scaled by what the measured points of the same load say about it. The first
+    guess is on the high side, so speculation starts with the surest drafts; later ones are hopeful (`Surcharge`). No monotone
+    shape is forced on it: some larger steps are cheaper.
     """
 
     def __init__(self) -> None:
@@ -151,9 +74,10 @@ class StepCosts:
         self._plain_seen: dict[int, list[int]] = {}  # rows -> [plain measurements, step of the last one]
         self._unchecked: dict[int, int] = {}  # rows -> steps with drafts since a plain one like them
         self._step = 0
-        self._extra: dict[int, _Extra] = {}
+        self._extra: dict[int, Surcharge] = {}
+        self._sizes: set[int] = set()  # of the steps so far, in tokens
         self._extra_seen: dict[int, tuple[int, int]] = {}  # load -> measurements, step of the last one
-        self._host = _Medians()
+        self._host = Typical()
         self._kept: dict[
             tuple[int, int], tuple[int, NDArray[np.float64]]
         ] = {}  # answers, and the steps they are good until
@@ -207,7 +131,7 @@ class StepCosts:
 
     def extra(self, rows: int, most: int) -> NDArray[np.float64]:
         """float64 [most + 1]: what 0..most drafts add to a step of `rows` sequences, seconds."""
-        guess = _GRID * np.float64(self.alone(rows) / (rows + _PRIOR_ROWS))
+        guess = GRID * np.float64(self.alone(rows) / (rows + _PRIOR_ROWS))
         load = load_of(rows)
         old = self._step - self._extra_seen.get(load, _NEVER)[1] > _OLD
         return self._extra.get(load, _NOTHING).line(guess, most, old)
@@ -222,7 +146,7 @@ class StepCosts:
 
     def synchronous(self, rows: int, most: int) -> NDArray[np.float64]:
         """float64 [most + 1], seconds from one synchronous step to the next with 0..most drafts. Not to be written: the more
-        steps were measured, the longer the answer is kept, since one more hardly moves a median.
+        steps were measured, the longer the answer is kept, since one more hardly moves a price.
         """
         kept = self._kept.get((rows, most))
         if kept is None or self._step >= kept[0]:
@@ -243,23 +167,31 @@ class StepCosts:
     def observe_ahead(self, rows: int, seconds: float) -> None:
         """Take in a step of the loop that runs ahead, from the results before to its own. Times <= 0 are ignored."""
         if rows >= 1 and seconds > 0.0:
+            self._sizes.add(rows)
             self._see_plain(rows)
             self._ahead.add(rows, seconds)
 
-    def observe(self, rows: int, drafts: int, seconds: float) -> None:
-        """Take in a synchronous step that only decoded or verified. Times that are not positive are ignored."""
+    def observe(self, rows: int, drafts: int, seconds: float) -> bool:
+        """Take in a synchronous step that only decoded or verified. Times that are not positive are ignored.
+
+        Returns whether the step was like those to come. The first of its size in tokens is not: kernels are built for it, or
+        graphs captured, so with drafts it says nothing about what they cost.
+        """
         if rows < 1 or not seconds > 0.0:
-            return
+            return False
+        typical = rows + drafts in self._sizes
+        self._sizes.add(rows + drafts)
         if drafts == 0:
             self._see_plain(rows)
             self._alone.add(rows, seconds)
-            return
+            return typical
         self._step += 1
         self._unchecked[rows] = self._unchecked.get(rows, 0) + 1
-        if self.known:
+        if self.known and typical:
             load = load_of(rows)
             self._extra_seen[load] = self._extra_seen.get(load, _NEVER)[0] + 1, self._step
-            self._extra.setdefault(load, _Extra()).add(drafts, max(0.0, seconds - self.alone(rows)))
+            self._extra.setdefault(load, Surcharge()).add(drafts, max(0.0, seconds - self.alone(rows)))
+        return typical
 
     def observe_host(self, rows: int, seconds: float, step_seconds: float) -> None:
         """Take in the time from one step's end to the next one's start in the synchronous loop.
@@ -288,7 +220,7 @@ def _alike(size: int, rows: int, near: float = _NEAR) -> bool:
     return size <= rows * near and rows <= size * near
 
 
-_NOTHING, _NEVER = _Extra(), (0, 0)
+_NOTHING, _NEVER = Surcharge(), (0, 0)
 
 
 def load_of(rows: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_SPREAD = 0.1  # of the longest way to go: rows this far behind it are e times less likely to end last
+_SPREAD = 0.2  # of the longest way to go: rows this far behind it are e times less likely to end last
 _STEPS = 2.0
 
 

@@ -53,6 +53,9 @@ class Workload:
         kinds: offsets (logits) of kinds of requests, in equal shares: (2, -2) mixes code with chat.
         memory: correlation of a request's difficulty from one block to the next.
         life: steps that a request lives, on average.
+        tokens: of a request, which lives until they are out, its kind being the next in turn; 0 for `life` and a drawn kind. As
+            in a job, whose answers end by their tokens: what speeds code up ends it sooner, and chat has the places most of
+            the time.
     """
 
     rows: int
@@ -62,25 +65,37 @@ class Workload:
     kinds: tuple[float, ...] = (0.0,)
     memory: float = 0.8
     life: int = 150
+    tokens: int = 0
 
 
 class _Requests:
     def __init__(self, load: Workload, width: int, rng: np.random.Generator) -> None:
         self._load, self._width, self._rng = load, width, rng
+        self._born = 0
         self._level = np.array([self._fresh() for _ in range(load.rows)])
         self._drift = rng.normal(size=load.rows) * load.within
+        self._left = np.full(load.rows, float(load.tokens)) * rng.random(load.rows) if load.tokens else np.empty(0)
         self.replaced = np.zeros(load.rows, dtype=bool)
 
+    def emit(self, tokens: NDArray[np.float64]) -> None:
+        """Take in what each row emitted."""
+        if self._load.tokens:
+            self._left -= tokens
+
     def _fresh(self) -> float:
-        kind = self._load.kinds[self._rng.integers(len(self._load.kinds))]
+        number = self._born if self._load.tokens else self._rng.integers(len(self._load.kinds))
+        self._born += 1
+        kind = self._load.kinds[number % len(self._load.kinds)]
         return self._load.mean_logit + kind + self._rng.normal() * self._load.between
 
     def next_block(self) -> NDArray[np.float32]:
         """Confidences [R, K] of the next block; `replaced` says which rows are new requests."""
         load, rng = self._load, self._rng
-        self.replaced = rng.random(load.rows) < 1.0 / load.life
+        self.replaced = self._left <= 0.0 if load.tokens else rng.random(load.rows) < 1.0 / load.life
         for row in np.flatnonzero(self.replaced):
             self._level[row] = self._fresh()
+            if load.tokens:
+                self._left[row] += load.tokens
         noise = rng.normal(size=load.rows) * load.within
         self._drift = load.memory * self._drift + np.sqrt(1.0 - load.memory**2) * noise
         columns = rng.normal(size=(load.rows, self._width)) * (load.within / 2)
@@ -173,10 +188,40 @@ def live_lookahead(verify: CostCurve, draft: CostCurve) -> Simulated:
     return decide
 
 
+def clairvoyant(verify: CostCurve, draft: CostCurve, rate: float) -> Simulated:
+    """No policy but a bound: rows to draft for and drafts to verify are chosen with the confidences of the block itself, those of
+    rows that are not drafted included, for the most tokens less `rate` times the seconds.
+
+    Where what is verified does not change what comes next (requests that live by steps), no policy has a higher rate over all
+    steps than this one with that very `rate` (the optimum of a ratio of sums, Dinkelbach 1967); from a lower rate, the rate
+    that comes out is between the two.
+    """
+
+    def decide(_step: int, block: Draft, _replaced: NDArray[np.bool_]) -> Decision:
+        rows, survivals = block.rows, block.survivals().astype(np.float64)
+        order = np.argsort(-survivals.sum(axis=1), kind="stable")
+        best, found = rows - rate * float(verify.seconds(rows)), Decision(0.0, np.zeros(rows, dtype=np.int32))
+        for count in range(1, rows + 1):
+            drafted, seconds = order[:count], float(draft.seconds(count))
+            ranked = -np.sort(-survivals[drafted], axis=None)
+            values = np.append(0.0, np.cumsum(ranked)) - rate * verify.span(rows, ranked.size + 1)
+            budget = int(values.argmax())
+            if values[budget] + rows - rate * seconds > best:
+                best = float(values[budget]) + rows - rate * seconds
+                lengths = np.zeros(rows, dtype=np.int32)
+                lengths[drafted] = admit(survivals[drafted], block.counts[drafted], budget)
+                found = Decision(seconds, lengths)
+        return found
+
+    return decide
+
+
 def tokens_per_second(
     decide: Simulated, load: Workload, verify: CostCurve, width: int = 7, steps: int = 400, seed: int = 0
 ) -> float:
-    """Expected tokens per second of a policy over `steps` steps. The same seed gives every policy the same requests."""
+    """Expected tokens per second of a policy over `steps` steps. The same seed gives every policy the same requests, unless
+    they end by their tokens.
+    """
     requests = _Requests(load, width, np.random.default_rng(seed))
     ids = np.zeros((load.rows, width), dtype=np.int32)
     counts = np.full(load.rows, width, dtype=np.int32)
@@ -184,7 +229,8 @@ def tokens_per_second(
     for step in range(steps):
         block = Draft(ids, counts, requests.next_block())
         decision = decide(step, block, requests.replaced)
-        gained = np.where(np.arange(width) < decision.lengths[:, None], block.survivals(), 0.0).sum()
-        tokens += load.rows + float(gained)
+        emitted = 1.0 + np.where(np.arange(width) < decision.lengths[:, None], block.survivals(), 0.0).sum(axis=1)
+        requests.emit(emitted)
+        tokens += float(emitted.sum())
         seconds += float(verify.seconds(load.rows + int(decision.lengths.sum()))) + decision.draft_seconds
     return tokens / seconds

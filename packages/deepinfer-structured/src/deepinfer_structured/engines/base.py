@@ -14,6 +14,9 @@ class EngineMatcher(Protocol):
     def accept(self, token_ids: Sequence[int]) -> int:
         """Consume tokens up to the first forbidden one; return how many were consumed."""
 
+    def takes(self, token_ids: list[int]) -> bool:
+        """Whether all of the tokens could be consumed from here. The state is unchanged."""
+
     def rollback(self, count: int) -> None:
         """Forget the last `count` consumed tokens."""
 

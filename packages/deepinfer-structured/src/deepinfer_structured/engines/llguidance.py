@@ -106,6 +106,9 @@ class LlguidanceMatcher:
         self.check()
         return count
 
+    def takes(self, token_ids: list[int]) -> bool:
+        return self.native.validate_tokens(token_ids) == len(token_ids)
+
     def rollback(self, count: int) -> None:
         if not self.native.rollback(count):
             raise MatcherError(f"cannot roll back {count} tokens: {self.native.get_error()}")

@@ -51,6 +51,11 @@ class XgrammarMatcher:
                 return i
         return len(token_ids)
 
+    def takes(self, token_ids: list[int]) -> bool:
+        taken = self.accept(token_ids)
+        self.rollback(taken)
+        return taken == len(token_ids)
+
     def rollback(self, count: int) -> None:
         if count > _ROLLBACK:
             raise MatcherError(f"cannot roll back {count} tokens, at most {_ROLLBACK}")

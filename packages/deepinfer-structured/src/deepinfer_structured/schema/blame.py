@@ -69,14 +69,17 @@ def of_keyword(schema: Any, keyword: str) -> Place:
 
 def of_text(schema: Any) -> Place:
     """The keyword of the whole schema with the most alternatives: for when nothing else is known."""
-    best, found = -1, ("", "type")
-    for pointer, inner in _all(schema):
-        for weight, keyword in enumerate(reversed(_COMBINING[:11])):
-            value = inner.get(keyword)
-            count = len(value) if isinstance(value, (list, dict)) else 0
-            if count * (weight + 1) > best:
-                best, found = count * (weight + 1), (pointer, keyword)
-    return found if best > 0 else ("", next(iter(schema), "type") if isinstance(schema, dict) else "type")
+    for order in (_COMBINING[:11], _COMBINING):
+        best, found = 0, ("", "type")
+        for pointer, inner in _all(schema):
+            for weight, keyword in enumerate(reversed(order)):
+                value = inner.get(keyword)
+                count = len(value) if isinstance(value, (list, dict)) else 0
+                if count * (weight + 1) > best:
+                    best, found = count * (weight + 1), (pointer, keyword)
+        if best:
+            return found
+    return "", next(iter(schema), "type") if isinstance(schema, dict) else "type"
 
 
 def of_contradiction(schema: Any, fits: Callable[[Any], bool], most: int = 64) -> Place:

@@ -20,6 +20,7 @@ _DIALECTS = {
     "2020-12": 2020,
 }
 _LATEST = 2020
+_DIALECT = re.compile(r"json-schema\.org/(?:draft/)?(draft-0\d|\d{4}-\d\d)")
 _ONE = [
     "additionalItems",
     "additionalProperties",
@@ -92,7 +93,10 @@ class Document:
     def node(self, schema: Any, base: str, draft: int, pointer: str, scope: tuple[str, ...] = ()) -> Node:
         """The node of a schema; structurally equal schemas of one resource and draft share a node."""
         if not isinstance(schema, (dict, bool)):
-            raise InvalidSpec(f"schema at {pointer or '/'}: expected an object or a boolean, got {dumps(schema)[:80]}")
+            got = f"expected an object or a boolean, got {dumps(schema)[:80]}"
+            raise InvalidSpec(
+                f"schema at {pointer or '/'}: {got}. Way out: write a schema here, e.g. true for any value"
+            )
         scope = scope if self._dynamic else ()
         key = (base, draft, scope, self._text(schema))
         if key not in self._nodes:
@@ -105,7 +109,7 @@ class Document:
         if id(schema) not in self._texts:
             self._alive.append(schema)
             if isinstance(schema, dict):
-                schema_text = dumps({k: v for k, v in schema.items() if k not in _SILENT})
+                schema_text = dumps({k: v for k, v in schema.items() if k not in SILENT})
             else:
                 schema_text = dumps(schema)
             self._texts[id(schema)] = schema_text
@@ -233,7 +237,7 @@ class Document:
         return self.reference(node, "#", "$recursiveRef")
 
 
-_SILENT = {"title", "description", "examples", "example", "$comment", "default", "readOnly", "writeOnly", "deprecated"}
+SILENT = {"title", "description", "examples", "example", "$comment", "default", "readOnly", "writeOnly", "deprecated"}
 
 
 def dialect(schema: Any, inherited: int) -> int:
@@ -241,8 +245,14 @@ def dialect(schema: Any, inherited: int) -> int:
     uri = schema.get("$schema") if isinstance(schema, dict) else None
     if not isinstance(uri, str):
         return inherited
-    found = re.search(r"json-schema\.org/(?:draft/)?(draft-0\d|\d{4}-\d\d)", uri)
+    found = _DIALECT.search(uri)
     return _DIALECTS.get(found.group(1), _LATEST) if found else _LATEST
+
+
+def is_known_dialect(uri: str) -> bool:
+    """Whether a `$schema` names a draft."""
+    found = _DIALECT.search(uri)
+    return (found is not None and found.group(1) in _DIALECTS) or uri.rstrip("#").endswith("json-schema.org/schema")
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_structured.errors import LimitExceeded, UnsupportedSchema
 from deepinfer_structured.schema import blame
 from deepinfer_structured.schema import cases as c
+from deepinfer_structured.schema.cardinality import how_many
 from deepinfer_structured.schema.obligation import NEVER, Obligation, join
 from deepinfer_structured.schema.rules import COMMA, DEAD, EPSILON, Expr, Or, Ref, Term, choice, many, maybe, seq
 from deepinfer_structured.schema.values import TYPES, canon
@@ -26,6 +28,11 @@ def emit(emitter: Emitter, case: c.Array) -> Expr:
         found = _unique(emitter, case)
         if found is not None:
             return found
+        most = how_many(emitter.solver, case.at(0)) if not _prefix_length(case) else None
+        if most is not None:
+            case = replace(case, high=most if case.high is None else min(case.high, most))
+            if case.low > most:
+                return DEAD
     if case.contains:
         return seq(_OPEN, _counting(emitter, case), _CLOSE)
     return seq(_OPEN, _plain(emitter, case), _CLOSE)

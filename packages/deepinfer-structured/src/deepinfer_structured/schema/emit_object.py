@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_SUBSETS = 4
 _MAX_COUNTED = 4000
+_LONGEST_RULE = 256  # properties; each rule is copied as it grows
 _MAX_NAMED = 32  # keys of a small language become named properties
 _OPEN, _CLOSE = Term('"{"'), Term('"}"')
 
@@ -76,9 +77,9 @@ def _names(case: c.Object) -> tuple[str, ...]:
 
 
 def _object(emitter: Emitter, case: c.Object, witnesses: tuple[tuple[Language, Obligation], ...]) -> Expr:
-    named = []
+    named, needed = [], frozenset(case.required)
     for name in _names(case):
-        required = name in case.required
+        required = name in needed
         value = emitter.solver.value_at(case, name)
         allowed = all(matches(k, name) for k in case.keys) and emitter.solver.satisfiable(value)
         if allowed:
@@ -91,7 +92,8 @@ def _object(emitter: Emitter, case: c.Object, witnesses: tuple[tuple[Language, O
         choice(*(_pair(emitter, both(k, wanted_key), join(o, wanted)) for k, o in others))
         for wanted_key, wanted in witnesses
     )
-    if DEAD in met or (extra == DEAD and case.low > len(named) + len(met)):
+    most = _most_others(others, case.low) if extra != DEAD else len(met)
+    if DEAD in met or (most is not None and case.low > len(named) + most):
         return DEAD
     if (extra != DEAD or met) and _counts_keys(replace(case, exists=witnesses)):
         emitter.guard_keys()
@@ -124,6 +126,14 @@ def _others(case: c.Object) -> list[tuple[Language, Obligation]]:
     return found
 
 
+def _most_others(others: list[tuple[Language, Obligation]], low: int) -> int | None:
+    """How many keys there are that are not named; None for many, or if it cannot be told."""
+    if not 1 < low <= _MAX_COUNTED:
+        return None
+    found = [texts(key, low) for key, _ in others]
+    return None if None in found else len({name for names in found for name in names or ()})
+
+
 def _subsets(patterns: tuple[Language, ...]) -> list[tuple[Language, ...]]:
     """All combinations of few patterns; of many, none, each alone, and all pairs."""
     largest = len(patterns) if len(patterns) <= _MAX_SUBSETS else 2 if len(patterns) <= 12 else 1
@@ -152,7 +162,7 @@ def _properties(emitter: Emitter, plan: Plan) -> Expr:
         prop = named[index]
         step = seq(COMMA, prop.pair)
         body = seq(step if prop.required else maybe(step), chain[-1])
-        if index <= first:
+        if index <= first or index % _LONGEST_RULE == 0:
             name = emitter.fresh("o")
             emitter.out.rules[name] = body
             body = Ref(name)

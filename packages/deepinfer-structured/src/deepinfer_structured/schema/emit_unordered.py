@@ -56,13 +56,19 @@ def emit(emitter: Emitter, plan: Plan, low: int, high: int | None) -> Expr:
     names = len(steps)
     if plan.extra != DEAD:
         steps += _extras(plan.extra, names, counted, high)
+    if high is not None and high < needed:
+        return DEAD
     if high == 0 or not steps:
         return EPSILON if not needed and not low else DEAD
     first, more, bits = emitter.fresh("p"), emitter.fresh("p"), f"[0:{names + counted}]"
-    room = [f"bit_count_lt({bits}, {high})"] if counted and high is not None else []
+    spare = [f"bit_count_lt([{needed}:{names + counted}], {high - needed})"] if counted and high is not None else []
     done = [f"is_ones([0:{needed}])"] if needed else []
     done += [f"bit_count_ge({bits}, {low})"] if counted and low else []
-    options = [(seq(body, Ref(more, change)), _all([test, *room])) for body, change, test in steps]
+    # what must be written has its place: no other property takes it
+    options = [
+        (seq(body, Ref(more, change)), _all([test, *(spare if i >= needed else [])]))
+        for i, (body, change, test) in enumerate(steps)
+    ]
     begin = [(EPSILON, "")] if not needed and not low else []
     begin += options
     emitter.out.rules[first] = Or(tuple(o for o, _ in begin), tuple(t for _, t in begin))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from deepinfer_structured.errors import InvalidSpec, UnsupportedSchema
 from deepinfer_structured.schema import cases as c
 from deepinfer_structured.schema import keywords_array, keywords_object, keywords_scalar
 from deepinfer_structured.schema.document import Node
-from deepinfer_structured.schema.factor import Factor
+from deepinfer_structured.schema.factor import Factor, bad_value
 from deepinfer_structured.schema.obligation import must
 from deepinfer_structured.schema.values import TYPES, dumps, kind
 
@@ -100,8 +101,11 @@ def _type(_solver: Solver, node: Node, type_: str) -> Factor:
     names = names if isinstance(names, list) else [names]
     bad = [n for n in names if not isinstance(n, str) or n not in (*TYPES, "integer", "any")]
     if bad:
+        known = (*TYPES, "integer")
+        close = difflib.get_close_matches(bad[0], known, 1) if isinstance(bad[0], str) else []
         raise InvalidSpec(
-            f"schema at {node.pointer or '/'}: unknown type {dumps(bad[0])[:80]}; known: {', '.join((*TYPES, 'integer'))}"
+            f"schema at {node.pointer or '/'}: unknown type {dumps(bad[0])[:80]}; known: {', '.join(known)}. "
+            f"Way out: {f'write {dumps(close[0])}' if close else 'write one of these, or a list of them'}"
         )
     top = [c.ANY[type_]]
     if type_ in names or ("any" in names and node.draft == 3):
@@ -114,7 +118,7 @@ def _type(_solver: Solver, node: Node, type_: str) -> Factor:
 def _enum(solver: Solver, node: Node, type_: str) -> Factor:
     values = node.schema["enum"]
     if not isinstance(values, list):
-        raise InvalidSpec(f"schema at {node.pointer or '/'}: enum must be a list, got {dumps(values)[:80]}")
+        raise bad_value(node, "enum", "a list")
     return keywords_scalar.one_of_values(solver, [v for v in values if kind(v) == type_], type_, node)
 
 
@@ -130,7 +134,7 @@ def _reference(solver: Solver, node: Node, keyword: str, type_: str) -> Factor:
     def target() -> Node:
         uri = node.schema[keyword]
         if not isinstance(uri, str):
-            raise InvalidSpec(f"schema at {node.pointer or '/'}: {keyword} must be text, got {dumps(uri)[:80]}")
+            raise bad_value(node, keyword, "text")
         if keyword == "$ref":
             return solver.document.reference(node, uri)
         if keyword == "$dynamicRef":
@@ -143,7 +147,7 @@ def _reference(solver: Solver, node: Node, keyword: str, type_: str) -> Factor:
 def _branches(solver: Solver, node: Node, keyword: str) -> list[Node]:
     values = node.schema[keyword]
     if not isinstance(values, list):
-        raise InvalidSpec(f"schema at {node.pointer or '/'}: {keyword} must be a list, got {dumps(values)[:80]}")
+        raise bad_value(node, keyword, "a list of schemas")
     return [solver.document.child(node, keyword, i) for i in range(len(values))]
 
 

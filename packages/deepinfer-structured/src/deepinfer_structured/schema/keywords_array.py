@@ -34,7 +34,8 @@ def factors(solver: Solver, node: Node) -> Iterator[Factor]:
 
 
 def _repeated(node: Node) -> list[c.Case]:
-    raise UnsupportedSchema(node.pointer, "uniqueItems", "arrays that repeat an item are not expressible")
+    way_out = "drop the `not`, or say which item repeats by `contains` with minContains 2"
+    raise UnsupportedSchema(node.pointer, "uniqueItems", "arrays that repeat an item are not expressible", way_out)
 
 
 def _items(solver: Solver, node: Node) -> Iterator[Factor]:

@@ -136,7 +136,8 @@ def pattern_language(node: Node, keyword: str, pattern: Any) -> Language:
             node.pointer, keyword, str(error), "rewrite the pattern without it, or validate it after generation"
         ) from None
     except InvalidSpec as error:
-        raise InvalidSpec(f"schema at {node.pointer or '/'}: {keyword}: {error}") from None
+        way_out = "correct the pattern; a backslash before a character stands for the character itself"
+        raise InvalidSpec(f"schema at {node.pointer or '/'}: {keyword}: {error}. Way out: {way_out}") from None
 
 
 def _format(solver: Solver, node: Node) -> Iterator[Factor]:
@@ -153,7 +154,11 @@ def _format(solver: Solver, node: Node) -> Iterator[Factor]:
 
     def fails() -> list[c.Case]:
         if wider is None:
-            raise UnsupportedSchema(node.pointer, "format", f"the complement of format {name!r} is not expressible")
+            reason, way_out = (
+                f"the complement of format {name!r} is not expressible",
+                "say by a pattern what is excluded",
+            )
+            raise UnsupportedSchema(node.pointer, "format", reason, way_out)
         return [c.String(languages=(complement(wider),))]
 
     yield Factor(lambda: [c.String(languages=(inside,))], fails)

@@ -12,6 +12,7 @@ from deepinfer_structured.engines.llguidance import bounds_whitespace
 from deepinfer_structured.errors import LimitExceeded, StructuredError, UnsatisfiableSchema
 from deepinfer_structured.regex import quote
 from deepinfer_structured.schema import blame, values
+from deepinfer_structured.schema.audit import check_characters, remarks
 from deepinfer_structured.schema.document import Document
 from deepinfer_structured.schema.emit import Emitter
 from deepinfer_structured.schema.obligation import must
@@ -56,6 +57,7 @@ def lower(text: str, options: Options, *, count_whitespace: bool = True) -> Lowe
     if values.depth(schema, options.limits.max_depth) > options.limits.max_depth:
         reason = f"the schema is nested deeper than {options.limits.max_depth}"
         raise LimitExceeded(reason, "", _deepest(schema), "move inner schemas to $defs and refer to them")
+    check_characters(schema)
     try:
         return _lower(schema, options, count_whitespace)
     except RecursionError:
@@ -80,7 +82,7 @@ def _lower(schema: Any, options: Options, count_whitespace: bool) -> Lowered:
         head += f"%ignore /{pattern}/\n"
     if options.max_whitespace and count_whitespace and not bounds_whitespace:
         solver.notes["whitespace inside a tag is not bounded: that needs llguidance 1.8 or later"] = None
-    notes = [*solver.notes, *(f"narrowed: {e}" for e in solver.dropped)]
+    notes = dict.fromkeys([*remarks(schema), *solver.notes, *(f"narrowed: {e}" for e in solver.dropped)])
     return Lowered(
         head + quote.definitions() + rules.lark(),
         tuple(notes),

@@ -16,6 +16,7 @@ _MAX_MODULUS = 13
 _MAX_LISTED = 2000
 _MAX_JSON_MODULUS = 10_000
 _EXACT_DIGITS = 15
+_POWERS = 300  # exponents of bounded numbers: 64-bit floats take 1e-400 for 0, whatever exclusiveMinimum was
 _PREC = 2000
 
 
@@ -230,8 +231,8 @@ def _scientific(low: Decimal, low_open: bool, high: Decimal | None, high_open: b
         pieces.append(f"{from_low} {_exponent(first, first)}")
     if last is not None:
         pieces.append(f"{to_high} {_exponent(last, last)}")
-    start, end = None if first is None else first + 1, None if last is None else last - 1
-    if start is None or end is None or start <= end:
+    start, end = -_POWERS if first is None else first + 1, _POWERS if last is None else last - 1
+    if start <= end:
         pieces.append(f"{any_mantissa} {_exponent(start, end)}")
     return pieces
 

@@ -41,6 +41,7 @@ class Solver:
         self._running: set[tuple[Node, str, bool]] = set()
         self._satisfiable: dict[Obligation, bool] = {}
         self.path: list[Node] = []  # schemas being worked on, outermost first: where a limit was hit
+        self._by_name: dict[int, tuple[c.Properties, dict[str, Obligation]]] = {}  # the group keeps its id taken
         self._budget = _BUDGET
         self._deadline = time.thread_time() + options.limits.seconds
 
@@ -48,7 +49,10 @@ class Solver:
         """Raises LimitExceeded once the compilation's processor time is over: a busy machine refuses no schema."""
         if time.thread_time() > self._deadline:
             reason = f"the schema takes more than {self.options.limits.seconds:g} s to analyse"
-            raise LimitExceeded(reason, *blame.of_path(self.path), blame.FEWER)
+            raise LimitExceeded(reason, *self._blamed(), blame.FEWER)
+
+    def _blamed(self) -> blame.Place:
+        return blame.of_path(self.path) if self.path else blame.of_text(self.document.root.schema)
 
     def cases(self, obligation: Obligation, type_: str) -> list[c.Case]:
         """The values of a type that meet an obligation."""
@@ -117,7 +121,7 @@ class Solver:
             self.check_time()
         if self._budget < 0:
             reason = "the schema combines too many alternatives to be analysed"
-            raise LimitExceeded(reason, *blame.of_path(self.path), blame.FEWER)
+            raise LimitExceeded(reason, *self._blamed(), blame.FEWER)
         if a == b:
             return a
         if isinstance(a, c.Values) != isinstance(b, c.Values):
@@ -175,10 +179,16 @@ class Solver:
         """What the value of a property must satisfy."""
         found: list[Obligation] = []
         for group in case.properties:
-            own = [o for n, o in group.names if n == name]
+            own = [named] if (named := self._named(group).get(name)) is not None else []
             own += [o for language, o in group.patterns if matches(language, name)]
             found += own or [group.rest]
         return join(*found)
+
+    def _named(self, group: c.Properties) -> dict[str, Obligation]:
+        """The named properties of a group, looked up by their names."""
+        if id(group) not in self._by_name:
+            self._by_name[id(group)] = group, dict(reversed(group.names))
+        return self._by_name[id(group)][1]
 
     def satisfiable(self, obligation: Obligation) -> bool:
         """False only if no value can meet the obligation."""

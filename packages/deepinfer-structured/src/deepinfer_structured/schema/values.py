@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from deepinfer_structured.errors import InvalidSpec
+from deepinfer_structured.errors import InvalidSpec, LimitExceeded
 
 _MAX_EXPONENT = 400
 TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -21,7 +21,9 @@ def load(text: str) -> Any:
         InvalidSpec: not JSON, or nested too deeply.
     """
     try:
-        return json.loads(text, parse_float=_decimal, parse_constant=_constant)
+        return json.loads(text, parse_float=_decimal, parse_int=_integer, parse_constant=_constant)
+    except LimitExceeded:
+        raise
     except (ValueError, RecursionError) as error:
         raise InvalidSpec(f"the JSON schema is not JSON: {error}") from None
 
@@ -29,8 +31,20 @@ def load(text: str) -> Any:
 def _decimal(text: str) -> Decimal:
     value = Decimal(text)
     if value and abs(value.adjusted()) > _MAX_EXPONENT:
-        raise ValueError(f"number {text[:40]} is beyond 1e{_MAX_EXPONENT}")
+        raise _beyond(text)
     return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_EXPONENT + 1:
+        raise _beyond(text)
+    return int(text)
+
+
+def _beyond(text: str) -> LimitExceeded:
+    shown = text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"
+    reason = f"the schema holds the number {shown}, of a size beyond 1e{_MAX_EXPONENT}"
+    return LimitExceeded(reason, way_out="write a bound that JSON readers take for a number, or drop the keyword")
 
 
 def _constant(name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from deepinfer_sched import SchedConfig, Scheduler
 from deepinfer_offline.engine.base import EngineInfo, EngineStartError
 from deepinfer_offline.engine.native.drafting import make_speculation
 from deepinfer_offline.engine.native.engine import NativeEngine
+from deepinfer_offline.engine.native.flags import check_flags
 from deepinfer_offline.engine.native.memory import (
     CachePlan,
     choose_kv_bytes,
@@ -57,16 +57,24 @@ def build_native(options: EngineOptions, source: ModelSource, tokenizer: Tokeniz
     Raises:
         EngineStartError: too little memory, an option this model cannot have, unreadable weights.
     """
-    _check_supported(options)
-    if options.kv_store is not None:
-        check_folder(options.kv_store)
-    device = choose_device(options.device)
-    kind = model_class(source.model_type)
-    asked, plan = _plan(options, source, kind, device)
+    kind, asked, plan = plan_native(options, source)
     model = kind.load(source, asked)
     if isinstance(model, FollowsStrategy):
         model.follow_strategy(plan.config.strategy, decoder_replay=options.decoder_replay)
     return _compose(options, source, tokenizer, model, plan)
+
+
+def plan_native(options: EngineOptions, source: ModelSource) -> tuple[type[Model], ModelOptions, CachePlan]:
+    """What would be built, by the model's configuration and this machine; no weights are read.
+
+    Raises:
+        EngineStartError: as `build_native`, for all that can be told so far.
+    """
+    check_flags(options, source)
+    if options.kv_store is not None:
+        check_folder(options.kv_store)
+    kind = model_class(source.model_type)
+    return kind, *_plan(options, source, kind, choose_device(options.device))
 
 
 def choose_device(wanted: str) -> str:
@@ -228,24 +236,6 @@ def _info(source: ModelSource, model: Model, plan: CachePlan) -> EngineInfo:
         weight_bytes=model.facts.weight_bytes,
         block_size=plan.config.page_size,
     )
-
-
-def _check_supported(options: EngineOptions) -> None:
-    """Refuse what this engine does not do, instead of doing something else silently."""
-    parallel: Mapping[str, int] = {
-        "tensor-parallel": options.tensor_parallel_size,
-        "data-parallel": options.data_parallel_size,
-    }
-    for name, size in parallel.items():
-        if size > 1:
-            raise EngineStartError(f"--{name} {size}: the native engine runs on one device; use --engine vllm")
-    if options.expert_parallel:
-        raise EngineStartError("--expert-parallel: the native engine runs on one device; use --engine vllm")
-    if options.engine_args:
-        names = ", ".join(name for name, _ in options.engine_args)
-        raise EngineStartError(f"--engine-arg {names}: the native engine takes none; use --engine vllm")
-    if options.kv_store is not None and not options.enable_prefix_caching:
-        raise EngineStartError("--kv-store keeps prefixes of prompts: it needs --prefix-caching")
 
 
 def _ahead(options: EngineOptions) -> int:

@@ -12,6 +12,7 @@ from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
 from deepinfer_offline.engine.native.ahead_step import AheadSteps, can_run_ahead
 from deepinfer_offline.engine.native.dspark import can_draft, make_dspark
+from deepinfer_offline.engine.native.flags import NO_DRAFT
 from deepinfer_offline.engine.native.speculation import Speculation
 
 if TYPE_CHECKING:
@@ -60,9 +61,7 @@ def choose_drafter(wanted: str, draft_model: Path | None, *, drafts: bool) -> tu
         EngineStartError: `dspark` without a draft.
     """
     if wanted == "dspark" and not drafts:
-        raise EngineStartError(
-            "--speculative dspark: the model brings no draft of its own; give one with --draft-model, or use auto"
-        )
+        raise EngineStartError(NO_DRAFT)
     if wanted != "auto":
         return wanted, _CHOSEN
     if draft_model is not None:

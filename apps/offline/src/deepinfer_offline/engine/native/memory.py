@@ -43,12 +43,13 @@ def choose_kv_bytes(facts: ModelFacts, device: str, asked: int | None, loaded: i
         EngineStartError: it does not fit; the message says the bytes asked and there.
     """
     there = available_bytes(device)
-    needed = max(facts.weight_bytes - loaded, 0) + facts.workspace_bytes
+    weights = max(facts.weight_bytes - loaded, 0)
+    needed = weights + facts.workspace_bytes
     if needed + (asked or 0) > there:
-        kv = f" and {format_bytes(asked)} for the KV cache" if asked else ""
+        kv = f", the KV cache {format_bytes(asked)} (--kv-memory)" if asked else ""
         raise EngineStartError(
-            f"too little memory on {device}: the model needs {format_bytes(needed)}{kv}, "
-            f"{format_bytes(there)} are there"
+            f"too little memory on {device}: weights take {format_bytes(weights)}, a step {format_bytes(facts.workspace_bytes)} "
+            f"(less with a smaller --max-running or --max-tokens-per-step){kv}; {format_bytes(there)} are there"
         )
     if asked is not None:
         return asked

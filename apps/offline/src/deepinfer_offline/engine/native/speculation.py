@@ -17,16 +17,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from deepinfer_specdec import Draft, Drafter, SpeculationStatistics
+from deepinfer_specdec import Draft, Drafter
 from deepinfer_specdec.scheduling.budget import expected_tokens
 from deepinfer_specdec.scheduling.choice import choose, round_sizes
 from deepinfer_specdec.scheduling.costs import StepCosts
 from deepinfer_specdec.scheduling.credit import WorkCredit
+from deepinfer_specdec.scheduling.hopes import Hopes
 from deepinfer_specdec.scheduling.switch import LoadSwitches
 from deepinfer_specdec.scheduling.worth import scaled_tokens, token_worth, worthless_below
 
 from deepinfer_offline.engine.native.following import Following
 from deepinfer_offline.engine.native.grammar_drafts import within_grammars
+from deepinfer_offline.engine.native.speculation_account import SpeculationAccount
 
 if TYPE_CHECKING:
     from deepinfer_sched import DraftsAhead, Scheduler
@@ -45,9 +47,6 @@ _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
-_MOST_TRUTH = 1.2
-_HOPES, _FADE = 8.0, 0.98  # drafts that say the hopes are right to begin with; how the last steps outweigh earlier ones
-_UNCOUNTED = 256  # steps counted at once
 _PACE_RATE = 0.15  # weight of one verification in a sequence's pace
 
 
@@ -90,17 +89,14 @@ class Speculation:
         # The last prices and the floor that follows from them.
         self._floor_of: tuple[np.ndarray | None, float] = (None, 0.0)
         self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
-        self._statistics = SpeculationStatistics()
-        self._uncounted: list[tuple[Sequence[int] | np.ndarray, ...]] = []  # drafts made, verified and accepted
+        self.account = SpeculationAccount()
         self._landed = 0.0  # clock when the last step's results were taken
         self._runs_ahead = False  # the step in flight was launched before the last one had landed
         self._disturbed = True  # drafts were made while the step in flight ran, or it is the first after a prompt
-        self._hoped, self._kept = _HOPES, _HOPES  # drafts of the last steps, by worth: to be kept on average, and kept
-        self._hope = 0.0  # the former, of the step in flight
+        self._hopes = Hopes()  # of drafts by their worth
+        self._hope = 0.0  # drafts of the step in flight that are to be kept on average, by worth
         self._expected = 0.0  # seconds, of the step in flight if it is synchronous
         self._comparing = False  # the step in flight runs without drafts to know what they are worth
-        self._steps = {False: 0, True: 0}  # with decode rows, by whether speculation was on
-        self._best_gain = 0.0  # highest expected gain so far
 
     def force(self, length: int | None = None, drafter: Drafter | None = None) -> None:
         """Stay on, whatever it costs: `length` drafts in every row, or what the budget says; with another drafter if one is
@@ -112,17 +108,6 @@ class Speculation:
         self._forced, self._fixed = True, length
         if drafter is not None:
             self._following, self._ahead = Following(drafter), None
-
-    @property
-    def statistics(self) -> SpeculationStatistics:
-        """Counts so far."""
-        made, self._uncounted = self._uncounted, []
-        if made:
-            drafted, verified, accepted = zip(*made, strict=True)
-            self._statistics.record(
-                np.concatenate(drafted).astype(np.int64), np.concatenate(verified), np.concatenate(accepted)
-            )
-        return self._statistics
 
     @property
     def synchronous(self) -> bool:
@@ -185,10 +170,12 @@ class Speculation:
             self._ahead.landed(result, self._following, answers)
         if not decodes:
             return
-        self._steps[on] += 1
+        self.account.steps[on] += 1
         drafts_itself = plan.ahead is not None and plan.ahead.width > 0
         self._credit.earn(passed)
         disturbed, self._disturbed = self._disturbed, not steady
+        if not result.verified.any():
+            self._hopes.rest()
         if steady and ahead and not disturbed and not drafts_itself:
             for costs in self._plain_costs:
                 costs.observe_ahead(decodes, max(passed, result.seconds))
@@ -199,7 +186,7 @@ class Speculation:
                 self._ahead.learn(result, decodes, max(passed, result.seconds), saved, switch)
             elif steady and not ahead and plan.ahead is None:
                 self._learn(result, decodes, passed, saved)
-        elif self._trial and steady and self._steps[False] > _TRIAL_AFTER:
+        elif self._trial and steady and self.account.steps[False] > _TRIAL_AFTER:
             self._trial = False
             self._switches.meet(decodes).try_on()
         elif not self._switches.current.rest() and self._costs.known and (self._credit.ready or self._urgent):
@@ -210,31 +197,12 @@ class Speculation:
 
     def report(self) -> dict[str, Any]:
         """For the end-of-run report."""
-        on, steps = self._steps[True], sum(self._steps.values())
         return {
             "drafter": self._following.drafter.name,
             "reason": self._reason,
-            "outcome": self._outcome(),
-            "on_share_of_steps": round(on / steps, 4) if steps else 0.0,
             "switches": self._switches.changes,
-            **self.statistics.as_dict(),
+            **self.account.report(),
         }
-
-    def _outcome(self) -> str:
-        """How often it was on, or why never."""
-        on, steps = self._steps[True], sum(self._steps.values())
-        if on:
-            return f"on in {on / steps:.0%} of the decode steps"
-        if not self._best_gain:
-            return "never on: the job was too short to tell what drafts are worth"
-        return f"never on: at best x{self._best_gain:.2f} of plain decoding's speed was to be expected"
-
-    @property
-    def _truth(self) -> float:
-        """What hopes are worth: drafts that the last steps kept over those that they were to keep on average. Below 1 mostly,
-        however well confidences fit, since it is those that err upwards that are verified.
-        """
-        return min(_MOST_TRUTH, self._kept / self._hoped)
 
     # --- decisions -------------------------------------------------------------------------------------------
 
@@ -245,16 +213,16 @@ class Speculation:
         few rows would outweigh the rest.
         """
         drafts = int(result.plan.drafts.sum())
-        self._costs.observe(rows, drafts, result.seconds)
+        typical = self._costs.observe(rows, drafts, result.seconds)
         self._costs.observe_host(rows, passed - result.seconds, result.seconds)
         if self._comparing or self._forced:
             return
         plain = self._costs.least(rows)
         if drafts:
-            self._hoped = _FADE * self._hoped + self._hope
-            self._kept = _FADE * self._kept + saved
-            saved = self._hope * self._truth
-            self._switches.current.measure((rows + saved) * plain / rows, min(passed, _OUTLIER * self._expected))
+            self._hopes.settle(self._hope, saved)
+            saved = self._hope * self._hopes.truth
+            if typical:
+                self._switches.current.measure((rows + saved) * plain / rows, min(passed, _OUTLIER * self._expected))
         else:
             self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / plain - 1.0)
 
@@ -280,29 +248,25 @@ class Speculation:
             limits = self._limits(rows)
             worth, seconds = self._worth(running), self._seconds(len(running))
             draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
-            without, along = self._forecast(draft, rows, running, worth, seconds)
-            self._best_gain = max(self._best_gain, without / along)
+            without, along = self._forecast(draft, rows, len(running), seconds)
+            self.account.best_gain = max(self.account.best_gain, without / along)
             switch = self._switches.current
             if not switch.expect(without, along) and switch.promising:
                 self._urgent = max(self._urgent, 1)
         self._credit.spend(time.perf_counter() - begin)
 
-    def _forecast(
-        self, draft: Draft, rows: list[Answer], running: list[Answer], worth: np.ndarray, seconds: np.ndarray
-    ) -> tuple[float, float]:
+    def _forecast(self, draft: Draft, rows: list[Answer], decodes: int, seconds: np.ndarray) -> tuple[float, float]:
         """Seconds that the tokens of a step with drafts would take without speculation, and with it.
 
-        A step is in flight, so it is the second column that could be verified first.
+        A step is in flight, so it is the second column that could be verified first. A row's pace is what its draft promises:
+        rows without drafts are the ones that the others will wait for.
         """
-        decodes = len(running)
         plain = self._costs.ahead(decodes)
         if int(draft.counts.max()) < 2:
             return plain, float(seconds[0])
-        of = dict(zip((answer.seq.seq_id for answer in running), worth.tolist(), strict=True))
-        value = draft.survivals()[:, 1:] * np.array(
-            [[of[answer.seq.seq_id] * self._truth] for answer in rows], np.float32
-        )
-        tokens = scaled_tokens(expected_tokens(value), len(rows), decodes)
+        value = draft.survivals()[:, 1:] * self._hopes.truth
+        worth = self._worth(rows, 1.0 + value.sum(axis=1))
+        tokens = scaled_tokens(expected_tokens(value * worth[:, None]), len(rows), decodes)
         best = self._best(decodes, tokens, seconds)
         return (1.0 + float(tokens[best]) / decodes) * plain, float(seconds[best])
 
@@ -326,7 +290,8 @@ class Speculation:
         none = np.zeros(draft.rows, np.int32)
         if not self._costs.known:
             return none
-        choice = choose(draft.survivals() * (worth[:, None] * self._truth), draft.counts, seconds, _EDGE, round_sizes)
+        values = draft.survivals() * (worth[:, None] * self._hopes.truth)
+        choice = choose(values, draft.counts, seconds, _EDGE, round_sizes)
         if not choice.budget:
             return none
         gain = choice.gain * self._costs.ahead(draft.rows) / float(seconds[0])
@@ -334,7 +299,7 @@ class Speculation:
         if self._comparing:
             return none
         self._expected = float(seconds[choice.budget])
-        self._hope = draft.rows * (choice.gain * self._expected / float(seconds[0]) - 1.0) / self._truth
+        self._hope = draft.rows * (choice.gain * self._expected / float(seconds[0]) - 1.0) / self._hopes.truth
         return choice.lengths
 
     def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
@@ -355,12 +320,16 @@ class Speculation:
             self._floor_of = seconds, worthless_below(len(worth), seconds)
         return self._floor_of[1] / float(worth.max())
 
-    def _worth(self, rows: Sequence[Answer]) -> np.ndarray:
-        """What an accepted token of each row saves against the average, float64 [R]."""
+    def _worth(self, rows: Sequence[Answer], pace: np.ndarray | None = None) -> np.ndarray:
+        """What an accepted token of each row saves against the average, float64 [R]. `pace`: tokens that each will emit per
+        step; None for what it emitted of late.
+        """
         if self._scheduler.num_waiting or len(rows) < 2:
             return np.ones(len(rows))
-        left = [(row.limit - len(row.seq.tokens)) / self._pace.get(row.seq.seq_id, 1.0) for row in rows]
-        return token_worth(np.array(left), self._costs.fixed_share(len(rows)))
+        if pace is None:
+            pace = np.array([self._pace.get(row.seq.seq_id, 1.0) for row in rows])
+        left = np.array([row.limit - len(row.seq.tokens) for row in rows])
+        return token_worth(left / pace, self._costs.fixed_share(len(rows)))
 
     @property
     def _measurable(self) -> bool:
@@ -390,11 +359,10 @@ class Speculation:
         plan = result.plan
         taken = rows & (result.num_tokens > 0)
         ids, accepted = plan.seq_ids[taken].tolist(), result.num_tokens[taken] - 1
-        made = [self._drafted.get(seq_id, (0, 1.0)) for seq_id in ids]
+        proposed, self._drafted = self._drafted, {}  # for this step; the next one may be planned without a look at it
+        made = [proposed.get(seq_id, (0, 1.0)) for seq_id in ids]
         drafted = plan.drafts[taken] if plan.ahead is not None else [count for count, _ in made]
-        self._uncounted.append((drafted, result.verified[taken], accepted))
-        if len(self._uncounted) >= _UNCOUNTED:
-            _ = self.statistics
+        self.account.count(drafted, result.verified[taken], accepted)
         for seq_id, number in zip(ids, accepted.tolist(), strict=True):
             if seq_id in answers:
                 pace = self._pace.get(seq_id, 1.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from deepinfer_offline.engine.base import Completion, PositionLogprobs, RequestOutput, TokenLogprob
-from deepinfer_offline.sampling.params import SamplingParams, StructuredOutputs
+from deepinfer_offline.sampling.params import FORMS, SamplingParams, StructuredOutputs
 
 # Fields that both classes spell and mean alike.
 _SHARED = (
@@ -39,7 +39,7 @@ def sampling_arguments(params: SamplingParams, max_tokens: int) -> dict[str, Any
 
 def structured_arguments(wanted: StructuredOutputs) -> dict[str, Any]:
     """Return keyword arguments for `vllm.sampling_params.StructuredOutputsParams`: the one field that is set."""
-    return {name: value for name in wanted.__slots__ if (value := getattr(wanted, name)) is not None}
+    return {name: value for name in FORMS if (value := getattr(wanted, name)) is not None}
 
 
 def _token(token_id: int, value: Any) -> TokenLogprob:

@@ -54,10 +54,12 @@ class Report:
 
     def __str__(self) -> str:
         counted = self.statistics
+        length, rate = counted.accepted_length, counted.acceptance_rate
+        kept = "off, nothing verified" if length is None else f"{length:.2f} tokens a verification step"
         return (
-            f"DeepInfer speculation: {counted.accepted_length:.2f} tokens a request and step; "
+            f"DeepInfer speculation: {kept}; "
             f"{self.budget} of {self.scheduled} drafts verified in {self.steps} steps "
-            f"(vLLM's own budgets: {self.stock_budget}), {100 * counted.acceptance_rate:.0f} % of them accepted; "
+            f"(vLLM's own budgets: {self.stock_budget}), {100 * (rate or 0.0):.0f} % of them accepted; "
             f"temperatures {' '.join(f'{value:.2f}' for value in self._temperatures)}; {self._priced} steps priced"
         )
 
