@@ -64,9 +64,7 @@ MANY = (
 
 def candidates(shape: Shape, rows: int) -> list[Tiles]:
     base = FEW if rows <= 64 else SOME if rows <= 256 else MANY
-    other = [replace(base[i], prefetch=False) for i in (3, 4)]
-    if shape.norm:
-        other += [replace(tiles, norm=1) for tiles in (base[0], base[1], base[3], base[4])]
+    other = [replace(tiles, norm=1) for tiles in (base[0], base[1], base[3], base[4])] if shape.norm else []
     return [t for t in (*base, *other) if shared(shape, t) <= SHARED]
 
 
@@ -150,7 +148,7 @@ def graph_us(launch: Callable[[], Any], calls: int, repeats: int = 7) -> float:
 
 
 def name_of(t: Tiles) -> str:
-    return f"{t.rows}x{t.outputs}x{t.inputs}/w{t.warps}s{t.stages}n{t.norm}{'' if t.prefetch else '-'}"
+    return f"{t.rows}x{t.outputs}x{t.inputs}/w{t.warps}s{t.stages}n{t.norm}"
 
 
 def sweep(shape: Shape, rows: int, right: dict[tuple[Shape, Tiles], bool]) -> Tiles | None:
@@ -165,10 +163,10 @@ def sweep(shape: Shape, rows: int, right: dict[tuple[Shape, Tiles], bool]) -> Ti
     before = each(functools.partial(separate, shape))
     timed = {t: each(functools.partial(fused, shape, t)) for t in candidates(shape, rows) if right.get((shape, t))}
     order = sorted(timed, key=timed.__getitem__)
-    kinds = [("norm1", [t for t in order if t.norm == 1]), ("no prefetch", [t for t in order if not t.prefetch])]
+    first = [t for t in order if t.norm == 1]
     line = f"{shape.name:8s} {rows:5d} rows: separate {before:6.2f} us |"
     line += "".join(f" {name_of(t)} {timed[t]:.2f}" for t in order[:5])
-    line += "".join(f" | {kind} {name_of(found[0])} {timed[found[0]]:.2f}" for kind, found in kinds if found)
+    line += "".join(f" | norm first: {name_of(t)} {timed[t]:.2f}" for t in first[:1])
     print(line, flush=True)
     return order[0] if order else None
 

@@ -111,12 +111,22 @@ _GQA = (
 
 
 def _dense(
-    name: str, k: int, n: int, kind: str, *, rows: int, outputs: int, inputs: int = 64, warps: int = 4, **more: Any
+    name: str,
+    k: int,
+    n: int,
+    kind: str,
+    *,
+    rows: int,
+    outputs: int,
+    inputs: int = 64,
+    warps: int = 4,
+    stages: int = 4,
+    **more: Any,
 ) -> KernelSpec:
     constants = {"N": n, "K": k, "NORM": 0 if kind == "add" else 2, "SWIGLU": kind == "swiglu", "ADD": kind == "add",
-                 "BM": rows, "BN": outputs, "BK": inputs, "LINE": 64, "LINES": 32, "PREFETCH": True}  # fmt: skip
+                 "BM": rows, "BN": outputs, "BK": inputs, "LINE": 64, "LINES": 32}  # fmt: skip
     return KernelSpec(f"dense_{name}", "kernels.dense:dense_linear_kernel", _DENSE, constants, min_mma=2,
-                      options={"num_warps": warps, "num_stages": 4}, **more)  # fmt: skip
+                      options={"num_warps": warps, "num_stages": stages}, **more)  # fmt: skip
 
 
 def _mx90(fp4: bool, grouped: bool, swiglu: bool, bn: int, bt: int, split_k: int = 1, **more: Any) -> KernelSpec:
@@ -332,9 +342,9 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
     KernelSpec("silu_mul", "kernels.llama_rows:silu_mul_kernel",
         "gate_up=*bf16 stride=i32 out=*bf16 out_stride=i32 width=i32", {"BLOCK": 1024}, divisible=("width",)),
     _dense("qkv", 576, 960, "norm", rows=64, outputs=64),
-    _dense("o", 576, 576, "add", rows=64, outputs=32),
-    _dense("gate_up", 576, 1536, "swiglu", rows=128, outputs=64, warps=8, quick=True),
-    _dense("down_few", 1536, 576, "add", rows=16, outputs=16, inputs=128),
+    _dense("o", 576, 576, "add", rows=128, outputs=64),
+    _dense("gate_up", 576, 1536, "swiglu", rows=128, outputs=128, warps=8, stages=3, quick=True),
+    _dense("down_few", 1536, 576, "add", rows=16, outputs=32, inputs=128),
     KernelSpec("argmax", "kernels.llama_rows:argmax_kernel",
         "logits=*fp32 stride=i32 out=*i64 flat=*i32 where=*i32 vocab=i32", {"HAS_TARGET": True, "BLOCK": 8192},
         options={"num_warps": 16}),

@@ -24,8 +24,7 @@ class Tiles:
         inputs: Inputs a step.
         warps: Warps a block.
         stages: Steps in flight.
-        norm: 1 normalises rows before the product, 2 scales them after it.
-        prefetch: Ask for the weights while the kernel before still runs.
+        norm: 1 normalises rows before the product (least time for few rows), 2 scales them after it.
     """
 
     rows: int
@@ -34,18 +33,19 @@ class Tiles:
     warps: int = 4
     stages: int = 4
     norm: int = 2
-    prefetch: bool = True
 
 
 def tiles_for(rows: int, outputs: int, inputs: int, swiglu: bool, dtype: torch.dtype) -> Tiles:
-    """The tiles that were fastest on an H200 for such a product."""
+    """The tiles that were fastest on an H200 for such a product of SmolLM2's widths (`benchmarks/cases/gpu_dense.py`)."""
     if dtype == torch.float32:
         return Tiles(32, 32, 32, stages=2)
-    if rows <= 32:
-        return Tiles(16, 16 if outputs <= 1024 else 32, 128, stages=4)
-    if rows <= 320:
-        return Tiles(64, 32, 64, stages=6 if inputs > 1024 else 4)
-    return Tiles(128, 64, 64, warps=8) if swiglu else Tiles(64, 64, 64)
+    if rows <= 96:
+        return Tiles(16, 32, 128, norm=1)
+    if rows <= 512:
+        return Tiles(64, 64) if swiglu else Tiles(64, 32, stages=6)
+    if swiglu:
+        return Tiles(128, 128, warps=8, stages=3)
+    return Tiles(128, 64, warps=8 if inputs > 1024 else 4) if outputs <= 768 else Tiles(64, 64)
 
 
 def dense_linear(
@@ -61,8 +61,10 @@ def dense_linear(
 ) -> torch.Tensor:
     """`[norm](x) @ weight^T`, then SwiGLU or the sum with a residual; float32 inside.
 
-    The norm is `x * norm_weight / rms(x)`, its root taken in float32; x * norm_weight is rounded to x's dtype once, and the
-    row's scale is applied to the float32 product (`tiles.norm` 1 rounds as `llama_norm` does instead).
+    The norm is `x * norm_weight / rms(x)`, its root taken in float32. For few rows it rounds as `llama_norm` does; for more
+    x * norm_weight is rounded once, and the row's scale is applied to the float32 product.
+
+    Launched dependently, it asks for its weights before it waits for the kernel ahead of it.
 
     Args:
         x: [t, k], last dimension contiguous, k <= 4096.
@@ -106,7 +108,7 @@ def dense_linear(
             x, x.stride(0), weight, weight.stride(0), norm_weight, eps, residual,
             0 if residual is None else residual.stride(0), out, out.stride(0), t, N=n, K=k,
             NORM=cut.norm if norm_weight is not None else 0, SWIGLU=swiglu, ADD=residual is not None, BM=cut.rows,
-            BN=cut.outputs, BK=cut.inputs, LINE=line, LINES=1 << (-(-k // line) - 1).bit_length(), PREFETCH=cut.prefetch,
+            BN=cut.outputs, BK=cut.inputs, LINE=line, LINES=1 << (-(-k // line) - 1).bit_length(),
             num_warps=cut.warps, num_stages=cut.stages, **overlap(x.device),
         )  # fmt: skip
     return out

@@ -25,7 +25,7 @@ def dense_linear_kernel(
     x, x_stride, weight, w_stride, norm_weight, eps, residual, residual_stride, out, out_stride, rows,
     N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (row tiles, tiles of N outputs). NORM 1: normalise as a norm of its own would; 2: scale rows after the product.
 
@@ -38,7 +38,7 @@ def dense_linear_kernel(
     x_row = x + tl.minimum(row, rows - 1).to(tl.int64) * x_stride
     w_row = weight + tl.minimum(column, N - 1).to(tl.int64) * w_stride
     u_row = w_row + N * w_stride
-    if PREFETCH and PDL:  # noqa: SIM102 - decided when the kernel is compiled
+    if PDL:  # noqa: SIM102 - decided when the kernel is compiled
         if tl.program_id(0) == 0:
             _prefetch(w_row, K, LINE, LINES)
             if SWIGLU:
