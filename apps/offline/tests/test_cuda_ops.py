@@ -29,8 +29,14 @@ from deepinfer_offline.models.deepsig_v41.session import Chunk, Session
 from deepinfer_offline.models.deepsig_v41.synthetic import random_tensors
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
 from deepinfer_offline.ops.attention.portable import TorchAttention
+from deepinfer_offline.ops.cuda import products as cuda_products
 from deepinfer_offline.ops.cuda.attention import CudaAttention, shape_reason
+from deepinfer_offline.ops.cuda.linear import CublasLinear
+from deepinfer_offline.ops.cuda.products import FusedProducts, widths_reason
 from deepinfer_offline.ops.deepsig import kv_gather
+from deepinfer_offline.ops.linear import silu_mul
+from deepinfer_offline.ops.norm import rms_norm
+from deepinfer_offline.ops.products import LayerWidths, SeparateProducts
 from deepinfer_offline.ops.rope import RopeConfig, rope_table
 from deepinfer_offline.weights.source import resolve_model
 from deepinfer_sched import StepPlan
@@ -241,3 +247,27 @@ def test_shapes_that_the_kernels_refuse_say_why() -> None:
     refused = AttentionShape(4, 4, 8, 12, torch.float32, "cpu")
     assert shape_reason(refused) == "block_size 12 is no power of two"
     assert "head_dim 512" in str(shape_reason(AttentionShape(1, 1, 512, 16, torch.float32, "cpu")))
+
+
+@pytest.mark.parametrize("rows", [1, 11, 12])
+def test_small_layers_are_the_separate_ops(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of a row count: 11 rows at most take the kernel, more do not."""
+    monkeypatch.setattr(cuda_products, "_MAX_ROWS", 11)
+    separate, fused = SeparateProducts(rms_norm, silu_mul), FusedProducts(rms_norm, silu_mul)
+    calls, dense = [], fused._dense
+    monkeypatch.setattr(fused, "_dense", lambda *args, **options: (calls.append(rows), dense(*args, **options))[1])
+    torch.manual_seed(rows)
+    x, residual, norm = torch.randn(rows, 48), torch.randn(rows, 40), torch.rand(48) + 0.5
+    linear = CublasLinear(torch.randn(40, 48) * 48**-0.5)
+    for name, args in (("normed", (x, norm, 1e-5)), ("gated", (x, norm, 1e-5))):
+        expected, found = (getattr(ops, name)(linear, *args) for ops in (separate, fused))
+        assert (found - expected).abs().max() < NEAR, name
+    found = fused.added(linear, residual.clone(), x)
+    assert (found - separate.added(linear, residual.clone(), x)).abs().max() < NEAR
+    assert len(calls) == (3 if rows <= 11 else 0)
+
+
+def test_widths_that_the_products_refuse_say_why() -> None:
+    assert widths_reason(LayerWidths(576, 1536, 576, bias=False)) is None
+    assert widths_reason(LayerWidths(576, 1536, 576, bias=True)) == "it adds no bias"
+    assert "4096 and 14336 channels are wider" in str(widths_reason(LayerWidths(4096, 14336, 4096, bias=False)))

@@ -14,6 +14,7 @@ from .layouts import FP8, LAYOUT_VERSION, MXFP4, NVFP4, RecordFormat
 
 if TYPE_CHECKING:
     from .attention import sparse_mla_decode, sparse_mla_prefill
+    from .dense import dense_linear
     from .experts import MxLinear, PackedExperts, dequantize, moe_experts, mx_linear, prepare_experts
     from .libraries import DeepEpParallel, flash_mla_decode, flash_mla_decode_v4, library_reason
     from .llama import MarkovStep, markov_step, paged_gqa
@@ -66,6 +67,7 @@ _LAZY = {
     "markov_step": "llama",
     "paged_gqa": "llama",
     "argmax": "llama_rows",
+    "dense_linear": "dense",
     "cache_slots": "llama_rows",
     "llama_norm": "llama_rows",
     "rope_insert": "llama_rows",
@@ -144,6 +146,7 @@ __all__ = [
     "capability_table",
     "clamped_swiglu",
     "compress",
+    "dense_linear",
     "dequantize",
     "device_arch",
     "engram_gate",

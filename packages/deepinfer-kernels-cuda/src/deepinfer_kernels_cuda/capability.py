@@ -103,6 +103,7 @@ OPS: dict[str, OpSupport] = {
     "llama_norm": OpSupport(_PORTABLE),
     "rope_insert": OpSupport(_PORTABLE),
     "silu_mul": OpSupport(_PORTABLE),
+    "dense_linear": OpSupport(_PORTABLE),
     "argmax": OpSupport(_PORTABLE),
     "sample": OpSupport(_PORTABLE),
     "apply_bitmask": OpSupport(_PORTABLE),

@@ -99,11 +99,34 @@ _MHC_STREAM = (
     "streams=*bf16 output=*bf16 post=*fp32 comb=*fp32 pre=*fp32 fn=*bf16 new_streams=*bf16 out=*bf16 part=*fp32 squares=*fp32 "
     "tokens=i32 d=i32 spans=i32 tiles=i32"
 )
+_DENSE = (
+    "x=*bf16 x_stride=i32 weight=*bf16 w_stride=i32 norm_weight=*bf16 eps=fp32 residual=*bf16 residual_stride=i32 out=*bf16 "
+    "out_stride=i32 rows=i32"
+)
 _GQA = (
     "q=*bf16 q_stride_t=i32 q_stride_h=i32 keys=*bf16 values=*bf16 k_stride_b=i64 k_stride_r=i64 k_stride_h=i64 "
     "v_stride_b=i64 v_stride_r=i64 v_stride_h=i64 table=*i32 table_stride=i32 table_rows=*i32 query_starts=*i32 "
     "seq_lens=*i32 out=*bf16 out_stride_t=i32 out_stride_h=i32 partial=*fp32 lse=*fp32 scale_log2=fp32"
 )
+
+
+def _dense(
+    name: str,
+    k: int,
+    n: int,
+    kind: str,
+    *,
+    rows: int,
+    outputs: int,
+    inputs: int = 64,
+    warps: int = 4,
+    stages: int = 4,
+    **more: Any,
+) -> KernelSpec:
+    constants = {"N": n, "K": k, "NORM": 0 if kind == "add" else 2, "SWIGLU": kind == "swiglu", "ADD": kind == "add",
+                 "BM": rows, "BN": outputs, "BK": inputs, "LINE": 64, "LINES": 32}  # fmt: skip
+    return KernelSpec(f"dense_{name}", "kernels.dense:dense_linear_kernel", _DENSE, constants, min_mma=2,
+                      options={"num_warps": warps, "num_stages": stages}, **more)  # fmt: skip
 
 
 def _mx90(fp4: bool, grouped: bool, swiglu: bool, bn: int, bt: int, split_k: int = 1, **more: Any) -> KernelSpec:
@@ -320,6 +343,10 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         options={"num_warps": 2}, quick=True),
     KernelSpec("silu_mul", "kernels.llama_rows:silu_mul_kernel",
         "gate_up=*bf16 stride=i32 out=*bf16 out_stride=i32 width=i32", {"BLOCK": 1024}, divisible=("width",)),
+    _dense("qkv", 576, 960, "norm", rows=64, outputs=64),
+    _dense("o", 576, 576, "add", rows=128, outputs=64),
+    _dense("gate_up", 576, 1536, "swiglu", rows=128, outputs=128, warps=8, stages=3, quick=True),
+    _dense("down_few", 1536, 576, "add", rows=16, outputs=32, inputs=128),
     KernelSpec("argmax", "kernels.llama_rows:argmax_kernel",
         "logits=*fp32 stride=i32 out=*i64 flat=*i32 where=*i32 vocab=i32", {"HAS_TARGET": True, "BLOCK": 8192},
         options={"num_warps": 16}),

@@ -13,6 +13,9 @@ from deepinfer_offline.ops.registry import Provider, anywhere, registry
 class Linear(Protocol):
     """y = x W^T + b for one packed weight."""
 
+    weight: torch.Tensor
+    """[N, K], as the implementation has packed it."""
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] -> [T, N]."""
         ...

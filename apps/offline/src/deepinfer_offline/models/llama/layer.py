@@ -16,6 +16,7 @@ from deepinfer_offline.ops.attention.base import Attention, AttentionShape
 from deepinfer_offline.ops.cpu import providers as cpu_providers  # noqa: F401
 from deepinfer_offline.ops.cuda import providers as cuda_providers  # noqa: F401
 from deepinfer_offline.ops.linear import Linear
+from deepinfer_offline.ops.products import LayerWidths, Products
 from deepinfer_offline.ops.registry import registry
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -28,17 +29,19 @@ class LayerOps:
 
     linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    products: Products
     attention: Attention
 
     @classmethod
-    def select(cls, shape: AttentionShape) -> LayerOps:
+    def select(cls, shape: AttentionShape, widths: LayerWidths) -> LayerOps:
         """The best provider of each op for the shape's device and dtype."""
 
-        def load(op: str) -> Any:
-            return registry.select(op, shape.device, shape.dtype, detail=shape).load()
+        def load(op: str, detail: Any = shape) -> Any:
+            return registry.select(op, shape.device, shape.dtype, detail=detail).load()
 
-        return cls(load("linear"), load("rms_norm"), load("silu_mul"), load("paged_attention")(shape))
+        rms_norm = load("rms_norm")
+        multiply = load("products", widths)(rms_norm, load("silu_mul"))
+        return cls(load("linear"), rms_norm, multiply, load("paged_attention")(shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +91,19 @@ class LlamaLayer:
     def __call__(self, hidden: torch.Tensor, cache: Any, prepared: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; writes the layer's cache."""
         attended = self._attend(hidden, cache, prepared)
-        return self._mlp(self.output.add_to(hidden, attended))
+        return self._mlp(self.ops.products.added(self.output, hidden, attended))
 
     def last(self, hidden: torch.Tensor, cache: Any, prepared: Any, wanted: torch.Tensor | None) -> torch.Tensor:
         """The same for the last layer: after attention only the wanted token rows (int64 [n], or all) go on."""
         attended = self._attend(hidden, cache, prepared)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
-        return self._mlp(self.output.add_to(hidden, attended))
+        return self._mlp(self.ops.products.added(self.output, hidden, attended))
 
     def _attend(self, hidden: torch.Tensor, cache: Any, prepared: Any) -> torch.Tensor:
-        qkv = self.qkv(self.ops.rms_norm(hidden, self.attention_norm, self.eps))
+        qkv = self.ops.products.normed(self.qkv, hidden, self.attention_norm, self.eps)
         return self.ops.attention(qkv, cache, prepared, self.q_norm, self.k_norm)
 
     def _mlp(self, hidden: torch.Tensor) -> torch.Tensor:
-        inner = self.ops.silu_mul(self.gate_up(self.ops.rms_norm(hidden, self.mlp_norm, self.eps)))
-        return self.down.add_to(hidden, inner)
+        inner = self.ops.products.gated(self.gate_up, hidden, self.mlp_norm, self.eps)
+        return self.ops.products.added(self.down, hidden, inner)

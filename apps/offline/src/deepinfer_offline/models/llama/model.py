@@ -21,6 +21,7 @@ from deepinfer_offline.models.llama.draft import LlamaDraft, draft_block_bytes, 
 from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer
 from deepinfer_offline.models.llama.weights import EMBED, HEAD, NORM, expected_shapes, read_layers
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
+from deepinfer_offline.ops.products import LayerWidths
 from deepinfer_offline.ops.rope import rope_table
 from deepinfer_offline.weights.loading import run_in_thread
 from deepinfer_offline.weights.source import ModelSource
@@ -62,7 +63,7 @@ class LlamaModel:
     @classmethod
     def _load(cls, source: ModelSource, options: ModelOptions) -> LlamaModel:
         config = LlamaConfig.parse(source.config)
-        ops = LayerOps.select(attention_shape(config, options))
+        ops = LayerOps.select(attention_shape(config, options), _layer_widths(config))
         with torch.inference_mode():
             top, layers = read_layers(source, config, options.dtype)
             model = cls(config, options, {name: t.to(options.device) for name, t in top.items()}, ops)
@@ -179,6 +180,11 @@ def attention_shape(config: LlamaConfig, options: ModelOptions) -> AttentionShap
         device=options.device,
         norm_eps=config.rms_norm_eps,
     )
+
+
+def _layer_widths(config: LlamaConfig) -> LayerWidths:
+    bias = config.qkv_bias or config.o_bias or config.mlp_bias
+    return LayerWidths(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim, bias)
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -32,6 +32,18 @@ def _attention_accepts(shape: Any) -> str | None:
     return shape_reason(shape)
 
 
+def _products() -> Any:
+    from deepinfer_offline.ops.cuda.products import FusedProducts
+
+    return FusedProducts
+
+
+def _products_accepts(widths: Any) -> str | None:
+    from deepinfer_offline.ops.cuda.products import widths_reason
+
+    return widths_reason(widths)
+
+
 registry.register(Provider("linear", "cublas", "library", _linear_reason, _linear))
 registry.register(Provider("rms_norm", NAME, "kernel", supports("llama_norm"), lambda: kernels().llama_norm))
 registry.register(Provider("silu_mul", NAME, "kernel", supports("silu_mul"), lambda: kernels().silu_mul))
@@ -45,3 +57,4 @@ registry.register(
         accepts=_attention_accepts,
     )
 )
+registry.register(Provider("products", NAME, "kernel", supports("dense_linear"), _products, accepts=_products_accepts))
