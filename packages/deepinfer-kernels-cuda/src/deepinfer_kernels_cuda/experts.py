@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,52 @@ _GROUPED = {
     for up in (True, False)
     for wide in (True, False)
 }
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A build of `cuda/experts_walk.cu`.
+
+    Attributes:
+        groups: Consumer groups of a block.
+        tiles: Tiles of 64 weight rows of a group; even.
+        tokens: Most tokens of a tile; divisible by 8.
+        stages: Steps of 128 columns in shared memory.
+        cluster: Blocks that bring each other the tokens they share.
+        both: One launch for both products.
+    """
+
+    groups: int
+    tiles: int
+    tokens: int
+    stages: int = 3
+    cluster: int = 1
+    both: bool = False
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        stage = 256 * self.tokens + self.groups * self.tiles * (4096 + 256) + 24
+        return self.stages * stage + self.groups * self.tokens * (2 * 144 + 4) + 1024
+
+    def kernel(self, entry: str) -> NativeKernel:
+        """An entry of this build."""
+        return _walk_kernel(self, entry)
+
+
+@functools.lru_cache
+def _walk_kernel(walk: Walk, entry: str) -> NativeKernel:
+    values = {"GROUPS": walk.groups, "TILES": walk.tiles, "TOKENS": walk.tokens, "STAGES": walk.stages, "CLUSTER": walk.cluster}
+    defines = tuple(f"{name}={value}" for name, value in values.items()) + (("BOTH=1",) if walk.both else ())
+    if entry == "gather_rows":
+        return NativeKernel("experts_walk.cu", entry, "PqPiPPPPqPPPiiiii", threads=256, defines=defines)
+    layout = "PPPqqPiPPPPPPiiiiiiif"
+    threads = 128 * walk.groups + 128
+    return NativeKernel("experts_walk.cu", entry, layout, threads=threads, shared=walk.shared, defines=defines)
+
+
+#: Few tokens an expert, and many.
+NARROW, WIDE = Walk(2, 4, 80), Walk(2, 2, 128)
 #: Pairs an expert from which weights are decoded once for many tokens.
 DECODE_ONCE_PAIRS: int = 64
 #: Over how many pairs an expert the widest tile of the decode-once kernel is taken.
@@ -200,6 +247,43 @@ def _run_decode_once(x, ids, weights, packed, order, offsets, limit) -> torch.Te
             k_blocks, ids.shape[1], float(limit), device=x.device,
         )  # fmt: skip
     return parts
+
+
+def _run_walk(x, ids, weights, packed, order, offsets, limit, walk: Walk | None = None) -> torch.Tensor:
+    pairs, count, up, down = ids.numel(), packed.count, packed.gate_up, packed.down
+    walk = walk or (WIDE if pairs > _WIDE_PAIRS * count else NARROW)
+    device, row_tiles = x.device, walk.groups * walk.tiles
+    (up_n, up_k), (down_n, down_k) = up.codes.shape[1:3], down.codes.shape[1:3]
+    padded = (pairs + 8 * count + 7) // 8 * 8 + walk.tokens  # an expert's rows begin at a multiple of 8
+    plane, most = 128 * padded, count + pairs // walk.tokens + 1
+    target, weight = (torch.empty(padded, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
+    plan = torch.empty(4 + 5 * most, dtype=torch.int32, device=device)
+    rows = torch.empty(2 * up_k * plane, dtype=torch.uint8, device=device)
+    hidden = torch.empty(2 * down_k * plane, dtype=torch.uint8, device=device)
+    walk.kernel("gather_rows")(
+        (1 + -(-pairs // 8), 1, 1),
+        x.data_ptr(), x.stride(0), ids.data_ptr(), ids.element_size(), order.data_ptr(), offsets.data_ptr(),
+        weights.data_ptr(), rows.data_ptr(), plane, target.data_ptr(), weight.data_ptr(), plan.data_ptr(), most, count,
+        ids.shape[1], up.columns, 2 * up_k, device=device,
+    )  # fmt: skip
+    # Blocks of weight rows, as many as write every column that the second product reads.
+    blocks = [-(-n // (row_tiles * walk.cluster)) for n in (max(up_n, 4 * down_k), down_n)]
+    grid = (_processors(device) // walk.cluster * walk.cluster, 1, 1)
+    parts = torch.empty(pairs, down.rows, dtype=x.dtype, device=device)
+    for entry in ("walk_both",) if walk.both else ("walk_up", "walk_down"):
+        walk.kernel(entry)(
+            grid,
+            rows.data_ptr(), hidden.data_ptr(), parts.data_ptr(), parts.stride(0), plane, plan.data_ptr(), most,
+            target.data_ptr(), weight.data_ptr(), up.codes.data_ptr(), up.scales.data_ptr(), down.codes.data_ptr(),
+            down.scales.data_ptr(), blocks[0], up_n, up_k, blocks[1], down.rows, down_n, down_k, float(limit),
+            device=device, cluster=walk.cluster,
+        )  # fmt: skip
+    return parts
+
+
+@functools.lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def gemm_config(token_tile: int, *, fp4: bool) -> tuple[int, int, int]:
