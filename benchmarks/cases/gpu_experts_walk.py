@@ -142,10 +142,14 @@ def profile(builds, sizes: list[str], calls: int = 3) -> None:
             print(f"  {size} {name}: " + ", ".join(f"{e.key[:24]} {e.device_time_total / calls:.0f}" for e in parts), flush=True)
 
 
+def build_of(words: list[str]) -> experts.Walk:
+    return experts.Walk(*map(int, words[:6]), defines=tuple(words[6:]))  # type: ignore[arg-type]
+
+
 def run(argv: list[str]) -> None:
     torch.manual_seed(0)
     what, names, sizes = argv[0], argv[1].split("+"), argv[2:]
-    builds = [(n, None if n == "now" else experts.Walk(*map(int, n.split(",")))) for n in names]
+    builds = [(n, None if n == "now" else build_of(n.split(","))) for n in names]
     if what == "check":
         for name, build in builds:
             print(name, flush=True)

@@ -41,6 +41,7 @@ class Walk:
         stages: Steps of 128 columns in shared memory.
         cluster: Blocks that bring each other the tokens they share.
         both: One launch for both products.
+        defines: Further macros.
     """
 
     groups: int
@@ -49,6 +50,7 @@ class Walk:
     stages: int = 3
     cluster: int = 1
     both: bool = False
+    defines: tuple[str, ...] = ()
 
     @property
     def shared(self) -> int:
@@ -64,7 +66,7 @@ class Walk:
 @functools.lru_cache
 def _walk_kernel(walk: Walk, entry: str) -> NativeKernel:
     values = {"GROUPS": walk.groups, "TILES": walk.tiles, "TOKENS": walk.tokens, "STAGES": walk.stages, "CLUSTER": walk.cluster}
-    defines = tuple(f"{name}={value}" for name, value in values.items()) + (("BOTH=1",) if walk.both else ())
+    defines = tuple(f"{name}={value}" for name, value in values.items()) + (("BOTH=1",) if walk.both else ()) + walk.defines
     if entry == "gather_rows":
         return NativeKernel("experts_walk.cu", entry, "PqPiPPPPqPPPiiiii", threads=256, defines=defines)
     layout = "PPPqqPiPPPPPPiiiiiiif"

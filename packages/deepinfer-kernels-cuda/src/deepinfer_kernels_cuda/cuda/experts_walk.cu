@@ -51,12 +51,26 @@ __device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
-__device__ __forceinline__ u32 twice_low(u32 a) { return prmt(a, a, 0x1010); }
-__device__ __forceinline__ u32 twice_high(u32 a) { return prmt(a, a, 0x3232); }
+__device__ __forceinline__ u32 twice_low(u32 a) {
+    u32 d;
+    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\nmov.b32 %0, {lo, lo};\n}" : "=r"(d) : "r"(a));
+    return d;
+}
+__device__ __forceinline__ u32 twice_high(u32 a) {
+    u32 d;
+    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\nmov.b32 %0, {hi, hi};\n}" : "=r"(d) : "r"(a));
+    return d;
+}
 
 // One word, columns (0, 1) of four chunks of 32, to pairs times 2^-60, one a chunk.
 __device__ __forceinline__ void decode(u32 w, const u32 (&factor)[4], u32 (&out)[4][4], int place) {
     out[0][place] = multiply_bf16(w & 0x81c081c0u, factor[0]);
+#ifdef FEWER  // timing only: bits in other places
+    out[1][place] = multiply_bf16(__funnelshift_r(w, w, 6) & 0x81c081c0u, factor[1]);
+    out[2][place] = multiply_bf16((w << 4) & 0x81c081c0u, factor[2]);
+    out[3][place] = multiply_bf16((__funnelshift_r(w, w, 2) & 0x81808180u) | ((w << 6) & 0x00400040u), factor[3]);
+    return;
+#endif
     out[1][place] = multiply_bf16((w << 3) & 0x81c081c0u, factor[1]);
     out[2][place] = multiply_bf16((w << 6) & 0x81c081c0u, factor[2]);
     out[3][place] = multiply_bf16(((w << 1) & 0x80008000u) | ((w >> 3) & 0x01800180u) | ((w >> 7) & 0x00400040u), factor[3]);
