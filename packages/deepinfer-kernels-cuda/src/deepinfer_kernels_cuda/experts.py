@@ -55,7 +55,7 @@ class Walk:
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        stage = 256 * self.tokens + self.groups * self.tiles * (4096 + 256) + 24
+        stage = 256 * self.tokens + self.groups * self.tiles * (4096 + 256) + 32
         return self.stages * stage + self.groups * self.tokens * (2 * 144 + 4) + 1024
 
     def kernel(self, entry: str) -> NativeKernel:

@@ -26,7 +26,7 @@ struct Shared {
     u32 scale[STAGES][ROW_TILES][64];
     u8 staging[GROUPS][2][TOKENS * 144];
     float weight[GROUPS][TOKENS];
-    int2 unit[STAGES];  // of the unit whose first step is in this stage: tokens, first row
+    int4 unit[STAGES];  // of the unit whose first step is in this stage: tokens (0: no more units), first row, number
     u64 full[STAGES], empty[STAGES];
 };
 
@@ -96,7 +96,10 @@ template <int LEFT>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
-__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(LEFT) : "memory");
+}
 
 // Two 8 x 8 blocks of bfloat16, a thread holding two values of a row, to rows of 16 bytes that hold a column each.
 __device__ __forceinline__ void store_columns(u32 address, u32 a, u32 b) {
@@ -123,44 +126,60 @@ struct Turn {  // where in the ring of stages
 
 __device__ __forceinline__ u32 rank_in_cluster() { return CLUSTER > 1 ? cluster_rank() : 0; }
 
-template <bool UP, bool WAIT>
-__device__ __forceinline__ void produce(Shared& s, const Problem& p, int first, Turn& turn, int& filled) {
-    const int stride = gridDim.x / CLUSTER;
-    for (int u = first; u < p.units; u += stride) {
-        const int index = u / p.blocks, row_tile = ((u - index * p.blocks) * CLUSTER + rank_in_cluster()) * ROW_TILES;
-        const int4 tile = p.tiles[index];
-        const int present = max(0, min(ROW_TILES, p.n_blocks - row_tile));
-        if (WAIT) {
-            int seen;
-            do {
-                asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(p.done + index) : "memory");
-            } while (seen < p.signals);
-            asm volatile("fence.proxy.async;" ::: "memory");
-        }
-        const u32* codes = p.weights + (i64(tile.x) * p.n_blocks + row_tile) * p.k_blocks * 1024;
-        const u32* scales = p.scales + (i64(tile.x) * p.k_blocks * p.n_blocks + row_tile) * 64;
-        const int half = CLUSTER > 1 ? min(tile.y, (tile.y / 2 + 7) & ~7) : tile.y;  // a block of a cluster brings its part of the tokens to all
-        const int from = rank_in_cluster() ? half : 0, count = rank_in_cluster() ? tile.y - half : half;
-        const u8* x = p.x + i64(tile.z + from) * 128;
-#pragma unroll 1
-        for (int k = 0; k < p.k_blocks; ++k, turn.next(), ++filled) {
-            const u32 full = shared_address(&s.full[turn.stage]);
-            if (filled >= STAGES) barrier_wait(shared_address(&s.empty[turn.stage]), turn.parity ^ 1);
-            if (k == 0) s.unit[turn.stage] = make_int2(tile.y, tile.z);
-            barrier_expect(full, present * (4096 + 256) + 2 * tile.y * 128);
-            u32 rows = shared_address(s.x[turn.stage]) + from * 128, code = shared_address(s.code[turn.stage]);
-#pragma unroll 1
-            for (int c = 0; c < 2; ++c, rows += PLANE_TILE, x += p.plane) {
-                if (CLUSTER == 1) copy_bulk(rows, x, count * 128, full);
-                else if (count > 0) copy_bulk_all(rows, x, count * 128, full, (1 << CLUSTER) - 1);
-            }
-            const u32* from_tile = codes + k * 1024;
-#pragma unroll 1
-            for (int i = 0; i < present; ++i, code += 4096, from_tile += p.k_blocks * 1024) copy_bulk(code, from_tile, 4096, full);
-            if (present > 0) copy_bulk(shared_address(s.scale[turn.stage]), scales, present * 256, full);
-            scales += p.n_blocks * 64;
-        }
+// The steps of one unit, and of which unit they are.
+template <bool WAIT>
+__device__ __forceinline__ void fill(Shared& s, const Problem& p, int unit, int number, Turn& turn, int& filled) {
+    const int index = unit / p.blocks, row_tile = ((unit - index * p.blocks) * CLUSTER + rank_in_cluster()) * ROW_TILES;
+    const int4 tile = p.tiles[index];
+    const int present = max(0, min(ROW_TILES, p.n_blocks - row_tile));
+    if (WAIT) {
+        int seen;
+        do {
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(p.done + index) : "memory");
+        } while (seen < p.signals);
+        asm volatile("fence.proxy.async;" ::: "memory");
     }
+    const u32* codes = p.weights + (i64(tile.x) * p.n_blocks + row_tile) * p.k_blocks * 1024;
+    const u32* scales = p.scales + (i64(tile.x) * p.k_blocks * p.n_blocks + row_tile) * 64;
+    const int half = CLUSTER > 1 ? min(tile.y, (tile.y / 2 + 7) & ~7) : tile.y;  // a block of a cluster brings its part to all
+    const int from = rank_in_cluster() ? half : 0, count = rank_in_cluster() ? tile.y - half : half;
+    const u8* x = p.x + i64(tile.z + from) * 128;
+#pragma unroll 1
+    for (int k = 0; k < p.k_blocks; ++k, turn.next(), ++filled) {
+        const u32 full = shared_address(&s.full[turn.stage]);
+        if (filled >= STAGES) barrier_wait(shared_address(&s.empty[turn.stage]), turn.parity ^ 1);
+        if (k == 0) s.unit[turn.stage] = make_int4(tile.y, tile.z, number, 0);
+        barrier_expect(full, present * (4096 + 256) + 2 * tile.y * 128);
+        u32 rows = shared_address(s.x[turn.stage]) + from * 128, code = shared_address(s.code[turn.stage]);
+#pragma unroll 1
+        for (int c = 0; c < 2; ++c, rows += PLANE_TILE, x += p.plane) {
+            if (CLUSTER == 1) copy_bulk(rows, x, count * 128, full);
+            else if (count > 0) copy_bulk_all(rows, x, count * 128, full, (1 << CLUSTER) - 1);
+        }
+        const u32* from_tile = codes + k * 1024;
+#pragma unroll 1
+        for (int i = 0; i < present; ++i, code += 4096, from_tile += p.k_blocks * 1024) copy_bulk(code, from_tile, 4096, full);
+        if (present > 0) copy_bulk(shared_address(s.scale[turn.stage]), scales, present * 256, full);
+        scales += p.n_blocks * 64;
+    }
+}
+
+// One thread: units as they come (blocks of a cluster: every so many), up before down, then the end.
+template <bool UP, bool DOWN>
+__device__ __forceinline__ void produce(Shared& s, const Problem& up, const Problem& down, int* counter) {
+    const int walkers = gridDim.x / CLUSTER, units = up.units + down.units;
+    Turn turn;
+    int filled = 0;
+#pragma unroll 1
+    for (int u = blockIdx.x / CLUSTER; u < units;) {
+        const int next = CLUSTER > 1 ? u + walkers : walkers + atomicAdd(counter, 1);
+        if (UP && (!DOWN || u < up.units)) fill<false>(s, up, u, u, turn, filled);
+        else fill<UP>(s, down, u - up.units, u, turn, filled);
+        u = next;
+    }
+    if (filled >= STAGES) barrier_wait(shared_address(&s.empty[turn.stage]), turn.parity ^ 1);
+    s.unit[turn.stage] = make_int4(0, 0, 0, 0);
+    barrier_arrive(shared_address(&s.full[turn.stage]));
 }
 
 __device__ __forceinline__ void release(Shared& s, int stage, int thread) {
@@ -290,42 +309,66 @@ __device__ __forceinline__ void consume_unit(Shared& s, const Problem& p, int gr
     }
 }
 
-// The rows of this group's last unit are where all see them.
+// All stores but the LATEST phases' are where all see them: a unit of this tile is.
+template <int LATEST>
 __device__ __forceinline__ void signal(const Problem& p, int thread, int tile) {
     if (thread == 0 && tile >= 0) {
-        bulk_wait();
+        bulk_wait<LATEST>();
         asm volatile("fence.proxy.async;" ::: "memory");
         asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(p.done + tile) : "memory");
     }
 }
 
-template <bool UP, bool SIGNAL>
-__device__ __forceinline__ void consume(Shared& s, const Problem& p, int group, int thread, int first, Turn& turn, int& buffer) {
-    const int stride = gridDim.x / CLUSTER;
-    int pending = -1;
-    for (int u = first; u < p.units; u += stride) {
-        const int index = u / p.blocks, row_tile = ((u - index * p.blocks) * CLUSTER + rank_in_cluster()) * ROW_TILES;
-        barrier_wait(shared_address(&s.full[turn.stage]), turn.parity);
-        const int2 unit = s.unit[turn.stage];
-        if (SIGNAL && pending >= 0) signal(p, thread, pending);
+__device__ __forceinline__ bool barrier_done(u32 bar, u32 parity) {
+    u32 done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(bar), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+template <bool UP>
+__device__ __forceinline__ void consume_any(Shared& s, const Problem& p, int group, int thread, int4 unit, int number, Turn& turn, int& buffer) {
+    const int row_tile = ((number % p.blocks) * CLUSTER + rank_in_cluster()) * ROW_TILES;
 #define WIDTH(N) \
     case N: consume_unit<N, UP>(s, p, group, thread, unit.x, unit.y, row_tile, turn, buffer); break;
-        switch (width_of(unit.x)) {
+    switch (width_of(unit.x)) {
 #if TOKENS <= 80
-            WIDTH(32) WIDTH(48) WIDTH(56) WIDTH(64) WIDTH(72)
+        WIDTH(32) WIDTH(48) WIDTH(56) WIDTH(64) WIDTH(72)
 #else
-            WIDTH(64) WIDTH(80) WIDTH(96) WIDTH(104) WIDTH(112) WIDTH(120)
+        WIDTH(64) WIDTH(80) WIDTH(96) WIDTH(104) WIDTH(112) WIDTH(120)
 #endif
-            default: consume_unit<TOKENS, UP>(s, p, group, thread, unit.x, unit.y, row_tile, turn, buffer);
-        }
-        pending = index;
+        default: consume_unit<TOKENS, UP>(s, p, group, thread, unit.x, unit.y, row_tile, turn, buffer);
     }
-    if (SIGNAL) signal(p, thread, pending);
+}
+
+// A block that waits for rows of another has told of all its own before: it can only wait for those that go on.
+template <bool UP, bool DOWN>
+__device__ __forceinline__ void consume(Shared& s, const Problem& up, const Problem& down, int group, int thread) {
+    Turn turn;
+    int buffer = 0, pending = -1;
+    for (;;) {
+        const u32 full = shared_address(&s.full[turn.stage]);
+        if (UP && DOWN && pending >= 0 && !barrier_done(full, turn.parity)) signal<0>(up, thread, pending), pending = -1;
+        barrier_wait(full, turn.parity);
+        const int4 unit = s.unit[turn.stage];
+        if (unit.x == 0) break;
+        if (UP && (!DOWN || unit.z < up.units)) {
+            consume_any<true>(s, up, group, thread, unit, unit.z, turn, buffer);
+            if (DOWN) signal<TILES / 2>(up, thread, pending), pending = unit.z / up.blocks;
+        } else {
+            consume_any<false>(s, down, group, thread, unit, unit.z - up.units, turn, buffer);
+            if (UP) signal<TILES>(up, thread, pending), pending = -1;
+        }
+    }
+    if (UP && DOWN) signal<0>(up, thread, pending);
+    bulk_wait<0>();
 }
 
 // Both products one after the other in one walk, or one of them.
 template <bool UP, bool DOWN>
-__device__ __forceinline__ void run(Problem up, Problem down, const int* plan) {
+__device__ __forceinline__ void run(Problem up, Problem down, int* plan) {
     extern __shared__ u8 memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory + ((1024 - (shared_address(memory) & 1023)) & 1023));
     if (threadIdx.x == 0) {
@@ -338,10 +381,8 @@ __device__ __forceinline__ void run(Problem up, Problem down, const int* plan) {
     if (CLUSTER > 1) cluster_sync();
     else __syncthreads();
     wait_for_kernels();
-    const int tiles = *reinterpret_cast<const volatile int*>(plan), walkers = gridDim.x / CLUSTER, first = blockIdx.x / CLUSTER;
-    up.units = tiles * up.blocks, down.units = tiles * down.blocks;
-    // The second walk goes on where the first ended, so that no block has two units more than another.
-    const int second = UP ? (first + walkers - up.units % walkers) % walkers : first;
+    const int tiles = *reinterpret_cast<const volatile int*>(plan);
+    up.units = UP ? tiles * up.blocks : 0, down.units = DOWN ? tiles * down.blocks : 0;
     const int group = threadIdx.x >> 7, thread = threadIdx.x & 127;
     if (group == GROUPS) {
 #if GROUPS == 2
@@ -349,12 +390,7 @@ __device__ __forceinline__ void run(Problem up, Problem down, const int* plan) {
 #else
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
 #endif
-        if (thread == 0) {
-            Turn turn;
-            int filled = 0;
-            if (UP) produce<true, false>(s, up, first, turn, filled);
-            if (DOWN) produce<false, UP>(s, down, second, turn, filled);
-        }
+        if (thread == 0) produce<UP, DOWN>(s, up, down, plan + (UP ? 1 : 2));
         if (CLUSTER > 1) {  // no block ends while another may write to it
             __syncwarp();
             cluster_sync();
@@ -364,14 +400,10 @@ __device__ __forceinline__ void run(Problem up, Problem down, const int* plan) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 #elif GROUPS == 3
         asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-#elif GROUPS == 4
+#else
         asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
 #endif
-        Turn turn;
-        int buffer = 0;
-        if (UP) consume<true, DOWN>(s, up, group, thread, first, turn, buffer);
-        if (DOWN) consume<false, false>(s, down, group, thread, second, turn, buffer);
-        bulk_wait();
+        consume<UP, DOWN>(s, up, down, group, thread);
         if (CLUSTER > 1) cluster_sync();
     }
 }
@@ -433,7 +465,7 @@ gather_rows(const u16* x, i64 x_stride, const void* ids, int id_bytes, const int
             }
             __syncthreads();
         }
-        if (thread == 0) plan[0] = base;
+        if (thread == 0) plan[0] = base, plan[1] = plan[2] = 0;
         return;
     }
     const int row = (blockIdx.x - 1) * 8, total = offsets[experts];
