@@ -17,6 +17,9 @@
 #define STAGES 3
 #define CLUSTER 1
 #endif
+#ifndef PROBE
+#define PROBE 0
+#endif
 constexpr int ROW_TILES = GROUPS * TILES, PLANE_TILE = TOKENS * 128, THREADS = 128 * GROUPS + 128;
 constexpr float TWO_60 = 1152921504606846976.0f;
 
@@ -64,6 +67,10 @@ __device__ __forceinline__ u32 twice_high(u32 a) {
 
 // One word, columns (0, 1) of four chunks of 32, to pairs times 2^-60, one a chunk.
 __device__ __forceinline__ void decode(u32 w, const u32 (&factor)[4], u32 (&out)[4][4], int place) {
+#if PROBE == 1  // timing only: no decoding
+    out[0][place] = w, out[1][place] = factor[0], out[2][place] = w, out[3][place] = factor[1];
+    return;
+#endif
     out[0][place] = multiply_bf16(w & 0x81c081c0u, factor[0]);
 #ifdef FEWER  // timing only: bits in other places
     out[1][place] = multiply_bf16(__funnelshift_r(w, w, 6) & 0x81c081c0u, factor[1]);
@@ -149,6 +156,10 @@ __device__ __forceinline__ void fill(Shared& s, const Problem& p, int unit, int 
         const u32 full = shared_address(&s.full[turn.stage]);
         if (filled >= STAGES) barrier_wait(shared_address(&s.empty[turn.stage]), turn.parity ^ 1);
         if (k == 0) s.unit[turn.stage] = make_int4(tile.y, tile.z, number, 0);
+#if PROBE == 2  // timing only: no loads
+        barrier_arrive(full);
+        continue;
+#endif
         barrier_expect(full, present * (4096 + 256) + 2 * tile.y * 128);
         u32 rows = shared_address(s.x[turn.stage]) + from * 128, code = shared_address(s.code[turn.stage]);
 #pragma unroll 1
