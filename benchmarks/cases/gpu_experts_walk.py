@@ -75,10 +75,12 @@ def check(build) -> None:
         x = torch.randn(len(ids), plain.gate_up.columns, device="cuda").bfloat16()
         gates = torch.rand(ids.shape, device="cuda") * 0.5
         want = reference.moe_experts(x, ids, gates, plain.gate_up, plain.down, limit=LIMIT, dtype=torch.float32)
-        out = call(x, ids, gates, made, build)
-        again = call(x, ids, gates, made, build)
-        error, worst = relative_error(out, want), row_error(out, want)
-        same = torch.equal(out, again)
+        try:
+            out, again = (call(x, ids, gates, made, build) for _ in range(2))
+            error, worst, same = relative_error(out, want), row_error(out, want), torch.equal(out, again)
+        except Exception as failure:
+            print(f"  {name:28s} FAILED {type(failure).__name__}: {str(failure)[:200]}", flush=True)
+            continue
         verdict = "ok" if error < 3e-3 and worst < 2e-2 and same else "WRONG"
         print(f"  {name:28s} err {error:.2e} worst row {worst:.2e} repeats {same} {verdict}", flush=True)
     del full, full_packed
@@ -89,7 +91,10 @@ def check(build) -> None:
     want = torch.empty_like(x)
     experts._combine(experts._run_sm90(x, ids, gates, made, order, offsets, LIMIT), ids, None, want)
     out = call(x, ids, gates, made, build)
-    print(f"  4096 of 384, by expert tile   err {relative_error(out, want):.2e} worst row {row_error(out, want):.2e}", flush=True)
+    print(
+        f"  4096 of 384, by expert tile   err {relative_error(out, want):.2e} worst row {row_error(out, want):.2e}",
+        flush=True,
+    )
 
 
 def ceiling() -> float:
@@ -139,7 +144,10 @@ def profile(builds, sizes: list[str], calls: int = 3) -> None:
                     call(x, ids, gates, made, build)
                 torch.cuda.synchronize()
             parts = sorted(seen.key_averages(), key=lambda e: -e.device_time_total)[:5]
-            print(f"  {size} {name}: " + ", ".join(f"{e.key[:24]} {e.device_time_total / calls:.0f}" for e in parts), flush=True)
+            print(
+                f"  {size} {name}: " + ", ".join(f"{e.key[:24]} {e.device_time_total / calls:.0f}" for e in parts),
+                flush=True,
+            )
 
 
 def build_of(words: list[str]) -> experts.Walk:

@@ -65,8 +65,16 @@ class Walk:
 
 @functools.lru_cache
 def _walk_kernel(walk: Walk, entry: str) -> NativeKernel:
-    values = {"GROUPS": walk.groups, "TILES": walk.tiles, "TOKENS": walk.tokens, "STAGES": walk.stages, "CLUSTER": walk.cluster}
-    defines = tuple(f"{name}={value}" for name, value in values.items()) + (("BOTH=1",) if walk.both else ()) + walk.defines
+    values = {
+        "GROUPS": walk.groups,
+        "TILES": walk.tiles,
+        "TOKENS": walk.tokens,
+        "STAGES": walk.stages,
+        "CLUSTER": walk.cluster,
+    }
+    defines = (
+        tuple(f"{name}={value}" for name, value in values.items()) + (("BOTH=1",) if walk.both else ()) + walk.defines
+    )
     if entry == "gather_rows":
         return NativeKernel("experts_walk.cu", entry, "PqPiPPPPqPPPiiiii", threads=256, defines=defines)
     layout = "PPPqqPiPPPPPPiiiiiiif"
