@@ -1,7 +1,7 @@
 """Experts at prefill: builds of the kernel that walks over tiles of tokens, checked on every token and timed.
 
 `python benchmarks/cases/gpu_experts_walk.py check|time|profile BUILD [tokens/experts ...]`, BUILD being `groups,tiles,tokens,
-stages,cluster,both`, `now` (what the package takes) or `tile` (the kernel that decodes once a tile of tokens).
+stages,cluster,both` or `now` (what the package takes).
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ def call(x, ids, gates, made, build) -> torch.Tensor:
         return experts.moe_experts(x, ids, gates, made, limit=LIMIT, kernel="decode_once")
     order, offsets = experts.group_pairs(ids, made.count)
     out = torch.empty_like(x)
-    if build == "tile":
-        parts = experts._run_sm90(x, ids, gates, made, order, offsets, LIMIT)
-    else:
-        parts = experts._run_walk(x, ids, gates, made, order, offsets, LIMIT, build)
+    parts = experts._run_walk(x, ids, gates, made, order, offsets, LIMIT, build)
     experts._combine(parts, ids, None, out)
     return out
 
@@ -160,7 +157,7 @@ def build_of(words: list[str]) -> experts.Walk:
 def run(argv: list[str]) -> None:
     torch.manual_seed(0)
     what, names, sizes = argv[0], argv[1].split("+"), argv[2:]
-    builds = [(n, {"now": None, "tile": "tile"}[n] if n in ("now", "tile") else build_of(n.split(","))) for n in names]
+    builds = [(n, None if n == "now" else build_of(n.split(","))) for n in names]
     if what == "check":
         for name, build in builds:
             print(name, flush=True)

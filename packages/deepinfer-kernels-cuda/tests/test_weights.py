@@ -32,14 +32,11 @@ def unpack(packed, fp4: bool):
     low = scale & 0x7F807F80
     factors = [as_bf16(f & 0xFFFF) for f in (low, low >> 16, high, high >> 16)]
     if fp4:
-        rotated = [((words >> r) | (words << (32 - r))) & 0xFFFFFFFF for r in (0, 6, 28, 2, 26)]
-        pairs = [r & 0x81C081C0 for r in rotated[:3]]
-        pairs.append((rotated[3] & 0x81808180) | (rotated[4] & 0x00400040))
-        chunks = []
-        for pair in pairs:
-            x = torch.stack((pair & 0xFFFF, pair >> 16), -1)  # [n, k, half, thread, (b2, b1), b0]
-            x = x.view(n_tiles, k_tiles, 2, 4, 8, 4, 2, 2, 2)  # half, warp, g, t, b2, b1, b0
-            chunks.append(x.permute(0, 3, 7, 4, 1, 2, 6, 5, 8))
+        x = torch.stack((words & 0xFFFF, words >> 16), -1)  # [n, k, half, thread, (b2, b1), b0]
+        x = x.view(n_tiles, k_tiles, 2, 4, 8, 4, 2, 2, 2)  # half, warp, g, t, b2, b1, b0
+        x = x.permute(0, 3, 7, 4, 1, 2, 6, 5, 8)
+        chunks = [x & 0x81C0, (x << 3) & 0x81C0, (x << 6) & 0x81C0,
+                  ((x << 1) & 0x8000) | ((x >> 3) & 0x0180) | ((x >> 7) & 0x0040)]  # fmt: skip
         shift = 2.0**126
     else:
         x = words.view(n_tiles, k_tiles, 2, 2, 4, 8, 4, 2, 2)  # half, b2, warp, g, t, b1, b0

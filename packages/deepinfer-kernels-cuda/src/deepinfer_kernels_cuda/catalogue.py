@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .aot import CompileReport, compile_kernel, native_report
-from .experts import NARROW, WIDE
 from .native import compile_native, native_reason
 
 
@@ -143,9 +142,10 @@ _NATIVE: tuple[NativeSpec, ...] = (
     NativeSpec("indexer_logits", "indexer.cu", min_mma=10, quick=True),
     NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256",), quick=True),
     NativeSpec("topk-1024", "topk.cu", 84 * 1024, ("THREADS=1024",), max_stack=192),
-    NativeSpec("walk_both-narrow", "experts_walk.cu", NARROW.shared, NARROW.macros, min_mma=384, max_stack=64),
-    NativeSpec("walk_both-wide", "experts_walk.cu", WIDE.shared, WIDE.macros, min_mma=224, max_stack=64),
-    NativeSpec("gather_rows", "experts_walk.cu", 0, WIDE.macros),
+    NativeSpec("experts_up", "experts.cu", 204 * 1024, min_mma=32),
+    NativeSpec("experts_down", "experts.cu", 204 * 1024, min_mma=32),
+    NativeSpec("experts_up_wide", "experts.cu", 204 * 1024, min_mma=16),
+    NativeSpec("experts_down_wide", "experts.cu", 204 * 1024, min_mma=16),
 )
 
 SPECS: tuple[KernelSpec | NativeSpec, ...] = (

@@ -16,6 +16,19 @@ from .overlap import overlap, overlaps
 from .providers import MeasuredChoice
 from .weights import MxWeights, mx_weights, pack_sm90
 
+_SHARED = 204 * 1024
+_GROUPED = {
+    (up, wide): NativeKernel(
+        "experts.cu",
+        f"experts_{'up' if up else 'down'}{'_wide' if wide else ''}",
+        "PqPPPqPPPiiiiif",
+        threads=384 if wide else 640,
+        shared=_SHARED,
+    )
+    for up in (True, False)
+    for wide in (True, False)
+}
+
 
 @dataclass(frozen=True)
 class Walk:
@@ -45,14 +58,6 @@ class Walk:
         stage = 256 * self.tokens + self.groups * self.tiles * (4096 + 256) + 32
         return self.stages * stage + self.groups * self.tokens * (2 * 144 + 4) + 1024
 
-    @property
-    def macros(self) -> tuple[str, ...]:
-        """What the source is compiled with."""
-        values = (self.groups, self.tiles, self.tokens, self.stages, self.cluster)
-        names = ("GROUPS", "TILES", "TOKENS", "STAGES", "CLUSTER")
-        both = ("BOTH=1",) if self.both else ()
-        return (*(f"{name}={value}" for name, value in zip(names, values, strict=True)), *both, *self.defines)
-
     def kernel(self, entry: str) -> NativeKernel:
         """An entry of this build."""
         return _walk_kernel(self, entry)
@@ -60,18 +65,28 @@ class Walk:
 
 @functools.lru_cache
 def _walk_kernel(walk: Walk, entry: str) -> NativeKernel:
+    values = {
+        "GROUPS": walk.groups,
+        "TILES": walk.tiles,
+        "TOKENS": walk.tokens,
+        "STAGES": walk.stages,
+        "CLUSTER": walk.cluster,
+    }
+    defines = (
+        tuple(f"{name}={value}" for name, value in values.items()) + (("BOTH=1",) if walk.both else ()) + walk.defines
+    )
     if entry == "gather_rows":
-        return NativeKernel("experts_walk.cu", entry, "PqPiPPPPqPPPiiiii", threads=256, defines=walk.macros)
+        return NativeKernel("experts_walk.cu", entry, "PqPiPPPPqPPPiiiii", threads=256, defines=defines)
     layout = "PPPqqPiPPPPPPiiiiiiif"
     threads = 128 * walk.groups + 128
-    return NativeKernel("experts_walk.cu", entry, layout, threads=threads, shared=walk.shared, defines=walk.macros)
+    return NativeKernel("experts_walk.cu", entry, layout, threads=threads, shared=walk.shared, defines=defines)
 
 
 #: Few tokens an expert, and many.
-NARROW, WIDE = Walk(2, 4, 80, both=True), Walk(2, 2, 128, both=True)
+NARROW, WIDE = Walk(2, 4, 80), Walk(2, 2, 128)
 #: Pairs an expert from which weights are decoded once for many tokens.
 DECODE_ONCE_PAIRS: int = 64
-#: Over how many pairs an expert fewer weight rows a block and more tokens are taken.
+#: Over how many pairs an expert the widest tile of the decode-once kernel is taken.
 _WIDE_PAIRS = 72
 #: Pairs from which they are grouped in larger blocks.
 _MANY_PAIRS = 16384
@@ -224,6 +239,22 @@ def _run_sm90(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
             mx.rows, mx.columns, n_blocks, k_blocks, top_k, float(limit),
             FP4=True, GROUPED=True, GATHER=first, SCATTER=not first, SWIGLU=first, SPLIT_K=1,
             BN=bn, BT=bt, STAGES=stages, num_warps=warps, launch_pdl=overlaps(x.device),
+        )  # fmt: skip
+    return parts
+
+
+def _run_decode_once(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
+    pairs = ids.numel()
+    wide = -(-pairs // packed.count) > _WIDE_PAIRS
+    hidden = torch.empty(pairs, packed.down.columns, dtype=x.dtype, device=x.device)
+    parts = torch.empty(pairs, packed.down.rows, dtype=x.dtype, device=x.device)
+    for first, mx, source, target in ((True, packed.gate_up, x, hidden), (False, packed.down, hidden, parts)):
+        n_blocks, k_blocks = mx.codes.shape[1], mx.codes.shape[2]
+        _GROUPED[first, wide](
+            (-(-n_blocks // 4), packed.count, 1),
+            source.data_ptr(), source.stride(0), mx.codes.data_ptr(), mx.scales.data_ptr(), target.data_ptr(),
+            target.stride(0), order.data_ptr(), offsets.data_ptr(), weights.data_ptr(), mx.rows, mx.columns, n_blocks,
+            k_blocks, ids.shape[1], float(limit), device=x.device,
         )  # fmt: skip
     return parts
 

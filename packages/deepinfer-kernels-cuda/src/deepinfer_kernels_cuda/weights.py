@@ -10,11 +10,6 @@ from .checks import require, require_dims
 
 #: Weight rows and columns of a packed tile.
 TILE_ROWS, TILE_COLUMNS = 64, 128
-#: Where a word of two columns has the sign bit, and the lowest and the upper two bits of the magnitude, of each chunk's code.
-#: Rotated to the right by 0, 6 and 28 (chunks 0 to 2), signs lie at 15 and 31 and magnitudes at 8:6 and 24:22; chunk 3 takes
-#: two rotations, by 2 and, for the lowest bit, by 26.
-_E2M1_SIGN = ((15, 21, 11, 17), (31, 5, 27, 1))
-_E2M1_MAGNITUDE = (((6, 7), (12, 13), (2, 3), (0, 9)), ((22, 23), (28, 29), (18, 19), (16, 25)))
 
 
 @dataclass(frozen=True)
@@ -138,15 +133,13 @@ def _pack_fp4(codes: torch.Tensor, n_tiles: int, k_tiles: int) -> torch.Tensor:
     split = codes.view(n_tiles, 4, 2, 8, k_tiles, 4, 2, 2, 4, 2)
     # -> tile, k tile, half, warp, g, t, b2, b1, b0, chunk
     ordered = split.permute(0, 4, 6, 1, 3, 8, 7, 2, 9, 5).to(torch.int32)
-    word = torch.zeros(ordered.shape[:-2], dtype=torch.int64, device=codes.device)
-    for b0 in range(2):
-        for chunk in range(4):
-            code = ordered[..., b0, chunk].to(torch.int64)
-            word |= (code >> 3) << _E2M1_SIGN[b0][chunk]
-            low, high = _E2M1_MAGNITUDE[b0][chunk]
-            word |= ((code & 1) << low) | (((code >> 1) & 3) << high)
-    word = torch.where(word >= 2**31, word - 2**32, word)
-    return word.to(torch.int32).reshape(n_tiles, k_tiles, 2, 128, 4)
+    sign, magnitude = ordered >> 3, ordered & 7
+    s0, s1, s2, s3 = sign.unbind(-1)
+    m0, m1, m2, m3 = magnitude.unbind(-1)
+    word = (s0 << 15) | (m0 << 6) | (s1 << 12) | (m1 << 3) | (s2 << 9) | m2
+    word |= (s3 << 14) | ((m3 >> 1) << 10) | ((m3 & 1) << 13)
+    word = torch.where(word >= 0x8000, word - 0x10000, word)
+    return word.to(torch.int16).reshape(n_tiles, k_tiles, 2, 128, 8).view(torch.int32)
 
 
 def _pack_fp8(codes: torch.Tensor, n_tiles: int, k_tiles: int) -> torch.Tensor:

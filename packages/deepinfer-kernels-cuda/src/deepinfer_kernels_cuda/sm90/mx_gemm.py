@@ -17,19 +17,22 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6, 3.8
 
-# Two int16 are a word of two columns (`weights._E2M1_SIGN`, `_E2M1_MAGNITUDE`).
+# Bits of an int16: chunk 0 sign 15 and magnitude 8:6, chunk 1 sign 12 and 5:3, chunk 2 sign 9 and 2:0,
+# chunk 3 sign 14, magnitude 11:10 and 13.
 _E2M1_CHUNKS = gl.constexpr("""
 {
   .reg .b32 a, b, t0, t1, t2, t3;
   and.b32 t0, $4, 0x81c081c0;
-  shf.r.wrap.b32 a, $4, $4, 6;
+  shl.b32 a, $4, 3;
   and.b32 t1, a, 0x81c081c0;
-  shl.b32 a, $4, 4;
-  and.b32 t2, a, 0x81c081c0;
   shl.b32 a, $4, 6;
-  and.b32 a, a, 0x00400040;
-  shf.r.wrap.b32 b, $4, $4, 2;
-  lop3.b32 t3, b, 0x81808180, a, 0xea;
+  and.b32 t2, a, 0x81c081c0;
+  shl.b32 a, $4, 1;
+  and.b32 a, a, 0x80008000;
+  shr.b32 b, $4, 3;
+  lop3.b32 a, b, 0x01800180, a, 0xea;
+  shr.b32 b, $4, 7;
+  lop3.b32 t3, b, 0x00400040, a, 0xea;
   mul.rn.bf16x2 $0, t0, $5;
   mul.rn.bf16x2 $1, t1, $6;
   mul.rn.bf16x2 $2, t2, $7;
