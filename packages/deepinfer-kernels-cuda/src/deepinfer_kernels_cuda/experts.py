@@ -16,77 +16,38 @@ from .overlap import overlap, overlaps
 from .providers import MeasuredChoice
 from .weights import MxWeights, mx_weights, pack_sm90
 
-_SHARED = 204 * 1024
-_GROUPED = {
-    (up, wide): NativeKernel(
-        "experts.cu",
-        f"experts_{'up' if up else 'down'}{'_wide' if wide else ''}",
-        "PqPPPqPPPiiiiif",
-        threads=384 if wide else 640,
-        shared=_SHARED,
-    )
-    for up in (True, False)
-    for wide in (True, False)
-}
-
 
 @dataclass(frozen=True)
-class Walk:
-    """A build of `cuda/experts_walk.cu`.
+class _Walk:
+    """A build of `cuda/experts.cu`: tiles of 64 weight rows of a consumer group, and most tokens of a tile."""
 
-    Attributes:
-        groups: Consumer groups of a block.
-        tiles: Tiles of 64 weight rows of a group; even.
-        tokens: Most tokens of a tile; divisible by 8.
-        stages: Steps of 128 columns in shared memory.
-        cluster: Blocks that bring each other the tokens they share.
-        both: One launch for both products.
-        defines: Further macros.
-    """
-
-    groups: int
     tiles: int
     tokens: int
-    stages: int = 3
-    cluster: int = 1
-    both: bool = False
-    defines: tuple[str, ...] = ()
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block."""
-        stage = 256 * self.tokens + self.groups * self.tiles * (4096 + 256) + 32
-        return self.stages * stage + self.groups * self.tokens * (2 * 144 + 4) + 1024
+        """Bytes of shared memory of a block: three stages, two buffers of results a group, and what aligns them."""
+        stage = 256 * self.tokens + 2 * self.tiles * (4096 + 256) + 32
+        return 3 * stage + 2 * self.tokens * (2 * 144 + 4) + 1024
 
-    def kernel(self, entry: str) -> NativeKernel:
-        """An entry of this build."""
-        return _walk_kernel(self, entry)
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Macros of the source."""
+        return (f"TILES={self.tiles}", f"TOKENS={self.tokens}")
 
 
 @functools.lru_cache
-def _walk_kernel(walk: Walk, entry: str) -> NativeKernel:
-    values = {
-        "GROUPS": walk.groups,
-        "TILES": walk.tiles,
-        "TOKENS": walk.tokens,
-        "STAGES": walk.stages,
-        "CLUSTER": walk.cluster,
-    }
-    defines = (
-        tuple(f"{name}={value}" for name, value in values.items()) + (("BOTH=1",) if walk.both else ()) + walk.defines
-    )
+def _native(walk: _Walk, entry: str) -> NativeKernel:
     if entry == "gather_rows":
-        return NativeKernel("experts_walk.cu", entry, "PqPiPPPPqPPPiiiii", threads=256, defines=defines)
-    layout = "PPPqqPiPPPPPPiiiiiiif"
-    threads = 128 * walk.groups + 128
-    return NativeKernel("experts_walk.cu", entry, layout, threads=threads, shared=walk.shared, defines=defines)
+        return NativeKernel("experts.cu", entry, "PqPiPPPPqPPPiiii", threads=256, defines=walk.defines)
+    return NativeKernel("experts.cu", entry, "PqPPPqPPPiiiiif", threads=384, shared=walk.shared, defines=walk.defines)
 
 
 #: Few tokens an expert, and many.
-NARROW, WIDE = Walk(2, 4, 80), Walk(2, 2, 128)
+NARROW, WIDE = _Walk(4, 80), _Walk(2, 128)
 #: Pairs an expert from which weights are decoded once for many tokens.
 DECODE_ONCE_PAIRS: int = 64
-#: Over how many pairs an expert the widest tile of the decode-once kernel is taken.
+#: Over how many pairs an expert fewer weight rows a block and more tokens are taken.
 _WIDE_PAIRS = 72
 #: Pairs from which they are grouped in larger blocks.
 _MANY_PAIRS = 16384
@@ -186,7 +147,7 @@ def moe_experts(
     if kernel == "decode_once" or many:
         fits = packed.gate_up.packed and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.dtype == torch.bfloat16
         require(fits or kernel is None, "decode_once takes packed weights and bfloat16 rows on 16-byte boundaries")
-        run = _run_walk if fits else run
+        run = _run_decode_once if fits else run
     parts = run(x, ids, weights, packed, order, offsets, limit)
     if callable(shared):
         shared = shared()
@@ -244,50 +205,35 @@ def _run_sm90(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
 
 
 def _run_decode_once(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
-    pairs = ids.numel()
-    wide = -(-pairs // packed.count) > _WIDE_PAIRS
-    hidden = torch.empty(pairs, packed.down.columns, dtype=x.dtype, device=x.device)
-    parts = torch.empty(pairs, packed.down.rows, dtype=x.dtype, device=x.device)
-    for first, mx, source, target in ((True, packed.gate_up, x, hidden), (False, packed.down, hidden, parts)):
-        n_blocks, k_blocks = mx.codes.shape[1], mx.codes.shape[2]
-        _GROUPED[first, wide](
-            (-(-n_blocks // 4), packed.count, 1),
-            source.data_ptr(), source.stride(0), mx.codes.data_ptr(), mx.scales.data_ptr(), target.data_ptr(),
-            target.stride(0), order.data_ptr(), offsets.data_ptr(), weights.data_ptr(), mx.rows, mx.columns, n_blocks,
-            k_blocks, ids.shape[1], float(limit), device=x.device,
-        )  # fmt: skip
-    return parts
-
-
-def _run_walk(x, ids, weights, packed, order, offsets, limit, walk: Walk | None = None) -> torch.Tensor:
     pairs, count, up, down = ids.numel(), packed.count, packed.gate_up, packed.down
-    walk = walk or (WIDE if pairs > _WIDE_PAIRS * count else NARROW)
-    device, row_tiles = x.device, walk.groups * walk.tiles
-    (up_n, up_k), (down_n, down_k) = up.codes.shape[1:3], down.codes.shape[1:3]
-    padded = (pairs + 8 * count + 7) // 8 * 8 + walk.tokens  # an expert's rows begin at a multiple of 8
-    plane, most = 128 * padded, count + pairs // walk.tokens + 1
+    walk = WIDE if pairs > _WIDE_PAIRS * count else NARROW
+    device, planes = x.device, [2 * mx.codes.shape[2] for mx in (up, down)]  # of 64 columns
+    padded = -(-(pairs + 8 * count) // 8) * 8  # an expert's rows begin at a multiple of 8
+    plane, tiles = 128 * padded, count + pairs // walk.tokens
     target, weight = (torch.empty(padded, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
-    plan = torch.empty(4 + 5 * most, dtype=torch.int32, device=device)
-    rows = torch.empty(2 * up_k * plane, dtype=torch.uint8, device=device)
-    hidden = torch.empty(2 * down_k * plane, dtype=torch.uint8, device=device)
-    walk.kernel("gather_rows")(
+    plan = torch.empty(4 + 4 * tiles, dtype=torch.int32, device=device)
+    rows, hidden = (torch.empty(n * plane, dtype=torch.uint8, device=device) for n in planes)
+    _native(walk, "gather_rows")(
         (1 + -(-pairs // 8), 1, 1),
         x.data_ptr(), x.stride(0), ids.data_ptr(), ids.element_size(), order.data_ptr(), offsets.data_ptr(),
-        weights.data_ptr(), rows.data_ptr(), plane, target.data_ptr(), weight.data_ptr(), plan.data_ptr(), most, count,
-        ids.shape[1], up.columns, 2 * up_k, device=device,
+        weights.data_ptr(), rows.data_ptr(), plane, target.data_ptr(), weight.data_ptr(), plan.data_ptr(), count,
+        ids.shape[1], up.columns, planes[0], device=device,
     )  # fmt: skip
-    # Blocks of weight rows, as many as write every column that the second product reads.
-    blocks = [-(-n // (row_tiles * walk.cluster)) for n in (max(up_n, 4 * down_k), down_n)]
-    grid = (_processors(device) // walk.cluster * walk.cluster, 1, 1)
-    parts = torch.empty(pairs, down.rows, dtype=x.dtype, device=device)
-    for entry in ("walk_both",) if walk.both else ("walk_up", "walk_down"):
-        walk.kernel(entry)(
-            grid,
-            rows.data_ptr(), hidden.data_ptr(), parts.data_ptr(), parts.stride(0), plane, plan.data_ptr(), most,
-            target.data_ptr(), weight.data_ptr(), up.codes.data_ptr(), up.scales.data_ptr(), down.codes.data_ptr(),
-            down.scales.data_ptr(), blocks[0], up_n, up_k, blocks[1], down.rows, down_n, down_k, float(limit),
-            device=device, cluster=walk.cluster,
+
+    def multiply(entry: str, source: torch.Tensor, mx: MxWeights, out: torch.Tensor, stride: int, written: int) -> None:
+        n_blocks, k_blocks = mx.codes.shape[1], mx.codes.shape[2]
+        # As many blocks of weight rows as write every plane that the second product reads.
+        blocks = -(-max(n_blocks, 2 * written) // (2 * walk.tiles))
+        _native(walk, entry)(
+            (_processors(device), 1, 1),
+            source.data_ptr(), plane, mx.codes.data_ptr(), mx.scales.data_ptr(), out.data_ptr(), stride, plan.data_ptr(),
+            target.data_ptr(), weight.data_ptr(), blocks, mx.rows, n_blocks, k_blocks, written, float(limit), device=device,
         )  # fmt: skip
+
+    multiply("experts_up", rows, up, hidden, 0, planes[1])
+    del rows  # as large as what comes
+    parts = torch.empty(pairs, down.rows, dtype=x.dtype, device=device)
+    multiply("experts_down", hidden, down, parts, parts.stride(0), 0)
     return parts
 
 

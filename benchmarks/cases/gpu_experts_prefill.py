@@ -1,7 +1,6 @@
-"""Experts at prefill: builds of the kernel that walks over tiles of tokens, checked on every token and timed.
+"""Experts at prefill: `decode_once` checked on every token and timed beside the kernel that decodes once a tile of tokens.
 
-`python benchmarks/cases/gpu_experts_walk.py check|time|profile BUILD [tokens/experts ...]`, BUILD being `groups,tiles,tokens,
-stages,cluster,both` or `now` (what the package takes).
+`python benchmarks/cases/gpu_experts_prefill.py check` or `time|profile [tokens/experts ...]`.
 """
 
 from __future__ import annotations
@@ -38,13 +37,12 @@ def packed(count: int, d: int, m: int) -> experts.PackedExperts:
     return experts.PackedExperts(one(2 * m, d, True), one(d, m, False))
 
 
-def call(x, ids, gates, made, build) -> torch.Tensor:
-    if build is None:
-        return experts.moe_experts(x, ids, gates, made, limit=LIMIT, kernel="decode_once")
+def call(x, ids, gates, made, way: str) -> torch.Tensor:
+    """`decode_once`, or `tile` at loads where the package would not choose it."""
     order, offsets = experts.group_pairs(ids, made.count)
     out = torch.empty_like(x)
-    parts = experts._run_walk(x, ids, gates, made, order, offsets, LIMIT, build)
-    experts._combine(parts, ids, None, out)
+    run = experts._run_decode_once if way == "decode_once" else experts._run_sm90
+    experts._combine(run(x, ids, gates, made, order, offsets, LIMIT), ids, None, out)
     return out
 
 
@@ -57,7 +55,7 @@ def route(tokens: int, count: int, k: int = TOP_K) -> torch.Tensor:
     return torch.rand(tokens, count, device="cuda").topk(k, -1).indices
 
 
-def check(build) -> None:
+def check() -> None:
     small = natural(7, 272, 144)
     small_packed = experts.PackedExperts(weights.pack_sm90(small.gate_up, swiglu=True), weights.pack_sm90(small.down))
     full = natural(16, HIDDEN, INTER)
@@ -76,7 +74,7 @@ def check(build) -> None:
         gates = torch.rand(ids.shape, device="cuda") * 0.5
         want = reference.moe_experts(x, ids, gates, plain.gate_up, plain.down, limit=LIMIT, dtype=torch.float32)
         try:
-            out, again = (call(x, ids, gates, made, build) for _ in range(2))
+            out, again = (call(x, ids, gates, made, "decode_once") for _ in range(2))
             error, worst, same = relative_error(out, want), row_error(out, want), torch.equal(out, again)
         except Exception as failure:
             print(f"  {name:28s} FAILED {type(failure).__name__}: {str(failure)[:200]}", flush=True)
@@ -87,14 +85,9 @@ def check(build) -> None:
     made = packed(384, HIDDEN, INTER)
     ids, x = route(4096, 384), torch.randn(4096, HIDDEN, device="cuda").bfloat16()
     gates = torch.rand(ids.shape, device="cuda") * 0.5
-    order, offsets = experts.group_pairs(ids, 384)
-    want = torch.empty_like(x)
-    experts._combine(experts._run_sm90(x, ids, gates, made, order, offsets, LIMIT), ids, None, want)
-    out = call(x, ids, gates, made, build)
-    print(
-        f"  4096 of 384, by expert tile   err {relative_error(out, want):.2e} worst row {row_error(out, want):.2e}",
-        flush=True,
-    )
+    want, out = (call(x, ids, gates, made, way) for way in ("tile", "decode_once"))
+    error, worst = relative_error(out, want), row_error(out, want)
+    print(f"  4096 of 384, against `tile`  err {error:.2e} worst row {worst:.2e}", flush=True)
 
 
 def ceiling() -> float:
@@ -104,7 +97,7 @@ def ceiling() -> float:
     return 2 * 8192**3 / sorted(_timed(lambda: x @ y) for _ in range(9))[4] / 1e6
 
 
-def timing(builds, sizes: list[str]) -> None:
+def timing(sizes: list[str]) -> None:
     rate = ceiling()
     print(f"bf16 {rate:.0f} TFLOP/s")
     made: dict[int, experts.PackedExperts] = {}
@@ -117,62 +110,48 @@ def timing(builds, sizes: list[str]) -> None:
         ids, x = route(tokens, count), torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         gates = torch.rand(ids.shape, device="cuda") * 0.5
         flops = 6 * tokens * TOP_K * HIDDEN * INTER
-        for name, build in builds:
-            go = lambda build=build: call(x, ids, gates, made[count], build)  # noqa: E731
+        for way in ("tile", "decode_once"):
+            go = lambda way=way: call(x, ids, gates, made[count], way)  # noqa: E731
             try:
                 cold, warm = time_cold(go, 11), time_warm(go, 5, 5)
             except Exception as failure:
-                print(f"  {size:9s} {name:16s} FAILED {type(failure).__name__}: {str(failure)[:200]}", flush=True)
+                print(f"  {size:9s} {way:12s} FAILED {type(failure).__name__}: {str(failure)[:200]}", flush=True)
                 return
             print(
-                f"  {size:9s} {name:16s} cold {cold:8.1f} warm {warm:8.1f} us {flops / cold / 1e6:5.0f} {flops / warm / 1e6:5.0f}"
+                f"  {size:9s} {way:12s} cold {cold:8.1f} warm {warm:8.1f} us {flops / cold / 1e6:5.0f} {flops / warm / 1e6:5.0f}"
                 f" TFLOP/s share {flops / cold / 1e6 / rate:5.1%} {flops / warm / 1e6 / rate:5.1%}", flush=True,
             )  # fmt: skip
 
 
-def profile(builds, sizes: list[str], calls: int = 3) -> None:
+def profile(sizes: list[str], calls: int = 3) -> None:
     for size in sizes:
         tokens, count = map(int, size.split("/"))
         made = packed(count, HIDDEN, INTER)
         ids, x = route(tokens, count), torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         gates = torch.rand(ids.shape, device="cuda") * 0.5
-        for name, build in builds:
-            call(x, ids, gates, made, build)
+        for way in ("tile", "decode_once"):
+            call(x, ids, gates, made, way)
             torch.cuda.synchronize()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
                 for _ in range(calls):
-                    call(x, ids, gates, made, build)
+                    call(x, ids, gates, made, way)
                 torch.cuda.synchronize()
             parts = sorted(seen.key_averages(), key=lambda e: -e.device_time_total)[:5]
             print(
-                f"  {size} {name}: " + ", ".join(f"{e.key[:24]} {e.device_time_total / calls:.0f}" for e in parts),
+                f"  {size} {way}: " + ", ".join(f"{e.key[:24]} {e.device_time_total / calls:.0f}" for e in parts),
                 flush=True,
             )
 
 
-def build_of(words: list[str]) -> experts.Walk:
-    return experts.Walk(*map(int, words[:6]), defines=tuple(words[6:]))  # type: ignore[arg-type]
-
-
 def run(argv: list[str]) -> None:
     torch.manual_seed(0)
-    what, names, sizes = argv[0], argv[1].split("+"), argv[2:]
-    builds = [(n, None if n == "now" else build_of(n.split(","))) for n in names]
+    what, sizes = argv[0], argv[1:] or ["4096/384", "1024/64", "4096/64", "16384/64"]
     if what == "check":
-        for name, build in builds:
-            print(name, flush=True)
-            check(build)
+        check()
     elif what == "time":
-        timing(builds, sizes)
-    elif what == "profile":
-        profile(builds, sizes)
+        timing(sizes)
     else:
-        for size in sizes:  # one call, for a profiler
-            tokens, count = map(int, size.split("/"))
-            made, ids = packed(count, HIDDEN, INTER), route(tokens, count)
-            gates = torch.rand(ids.shape, device="cuda")
-            call(torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), ids, gates, made, builds[0][1])
-            torch.cuda.synchronize()
+        profile(sizes)
 
 
 if __name__ == "__main__":
