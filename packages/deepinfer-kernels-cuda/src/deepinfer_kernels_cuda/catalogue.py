@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .aot import CompileReport, compile_kernel, native_report
+from .experts import NARROW, WIDE
 from .native import compile_native, native_reason
 
 
@@ -165,10 +166,11 @@ _NATIVE: tuple[NativeSpec, ...] = (
     NativeSpec("indexer_logits", "indexer.cu", min_mma=10, quick=True),
     NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256",), quick=True),
     NativeSpec("topk-1024", "topk.cu", 84 * 1024, ("THREADS=1024",), max_stack=192),
-    NativeSpec("experts_up", "experts.cu", 204 * 1024, min_mma=32),
-    NativeSpec("experts_down", "experts.cu", 204 * 1024, min_mma=32),
-    NativeSpec("experts_up_wide", "experts.cu", 204 * 1024, min_mma=16),
-    NativeSpec("experts_down_wide", "experts.cu", 204 * 1024, min_mma=16),
+    NativeSpec("experts_up-narrow", "experts.cu", NARROW.shared, NARROW.defines, min_mma=192),
+    NativeSpec("experts_down-narrow", "experts.cu", NARROW.shared, NARROW.defines, min_mma=192),
+    NativeSpec("experts_up-wide", "experts.cu", WIDE.shared, WIDE.defines, min_mma=112),
+    NativeSpec("experts_down-wide", "experts.cu", WIDE.shared, WIDE.defines, min_mma=112),
+    NativeSpec("gather_rows", "experts.cu", 0, WIDE.defines),
 )
 
 SPECS: tuple[KernelSpec | NativeSpec, ...] = (

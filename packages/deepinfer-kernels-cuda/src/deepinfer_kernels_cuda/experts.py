@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,22 +16,39 @@ from .overlap import overlap, overlaps
 from .providers import MeasuredChoice
 from .weights import MxWeights, mx_weights, pack_sm90
 
-_SHARED = 204 * 1024
-_GROUPED = {
-    (up, wide): NativeKernel(
-        "experts.cu",
-        f"experts_{'up' if up else 'down'}{'_wide' if wide else ''}",
-        "PqPPPqPPPiiiiif",
-        threads=384 if wide else 640,
-        shared=_SHARED,
-    )
-    for up in (True, False)
-    for wide in (True, False)
-}
+
+@dataclass(frozen=True)
+class _Walk:
+    """A build of `cuda/experts.cu`: tiles of 64 weight rows of a consumer group, and most tokens of a tile."""
+
+    tiles: int
+    tokens: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: three stages, two buffers of results a group, and what aligns them."""
+        stage = 256 * self.tokens + 2 * self.tiles * (4096 + 256) + 32
+        return 3 * stage + 2 * self.tokens * (2 * 144 + 4) + 1024
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Macros of the source."""
+        return (f"TILES={self.tiles}", f"TOKENS={self.tokens}")
+
+
+@functools.lru_cache
+def _native(walk: _Walk, entry: str) -> NativeKernel:
+    if entry == "gather_rows":
+        return NativeKernel("experts.cu", entry, "PqPiPPPPqPPPiiii", threads=256, defines=walk.defines)
+    return NativeKernel("experts.cu", entry, "PqPPPqPPPiiiiif", threads=384, shared=walk.shared, defines=walk.defines)
+
+
+#: Few tokens an expert, and many.
+NARROW, WIDE = _Walk(4, 80), _Walk(2, 128)
 #: Pairs an expert from which weights are decoded once for many tokens.
 DECODE_ONCE_PAIRS: int = 64
-#: Over how many pairs an expert the widest tile of the decode-once kernel is taken.
-_WIDE_PAIRS = 96
+#: Over how many pairs an expert fewer weight rows a block and more tokens are taken.
+_WIDE_PAIRS = 72
 #: Pairs from which they are grouped in larger blocks.
 _MANY_PAIRS = 16384
 
@@ -191,19 +209,41 @@ def _run_sm90(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
 
 
 def _run_decode_once(x, ids, weights, packed, order, offsets, limit) -> torch.Tensor:
-    pairs = ids.numel()
-    wide = -(-pairs // packed.count) > _WIDE_PAIRS
-    hidden = torch.empty(pairs, packed.down.columns, dtype=x.dtype, device=x.device)
-    parts = torch.empty(pairs, packed.down.rows, dtype=x.dtype, device=x.device)
-    for first, mx, source, target in ((True, packed.gate_up, x, hidden), (False, packed.down, hidden, parts)):
+    pairs, count, up, down = ids.numel(), packed.count, packed.gate_up, packed.down
+    walk = WIDE if pairs > _WIDE_PAIRS * count else NARROW
+    device, planes = x.device, [2 * mx.codes.shape[2] for mx in (up, down)]  # of 64 columns
+    padded = -(-(pairs + 8 * count) // 8) * 8  # an expert's rows begin at a multiple of 8
+    plane, tiles = 128 * padded, count + pairs // walk.tokens
+    target, weight = (torch.empty(padded, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
+    plan = torch.empty(4 + 4 * tiles, dtype=torch.int32, device=device)
+    rows, hidden = (torch.empty(n * plane, dtype=torch.uint8, device=device) for n in planes)
+    _native(walk, "gather_rows")(
+        (1 + -(-pairs // 8), 1, 1),
+        x.data_ptr(), x.stride(0), ids.data_ptr(), ids.element_size(), order.data_ptr(), offsets.data_ptr(),
+        weights.data_ptr(), rows.data_ptr(), plane, target.data_ptr(), weight.data_ptr(), plan.data_ptr(), count,
+        ids.shape[1], up.columns, planes[0], device=device,
+    )  # fmt: skip
+
+    def multiply(entry: str, source: torch.Tensor, mx: MxWeights, out: torch.Tensor, stride: int, written: int) -> None:
         n_blocks, k_blocks = mx.codes.shape[1], mx.codes.shape[2]
-        _GROUPED[first, wide](
-            (-(-n_blocks // 4), packed.count, 1),
-            source.data_ptr(), source.stride(0), mx.codes.data_ptr(), mx.scales.data_ptr(), target.data_ptr(),
-            target.stride(0), order.data_ptr(), offsets.data_ptr(), weights.data_ptr(), mx.rows, mx.columns, n_blocks,
-            k_blocks, ids.shape[1], float(limit), device=x.device,
+        # As many blocks of weight rows as write every plane that the second product reads.
+        blocks = -(-max(n_blocks, 2 * written) // (2 * walk.tiles))
+        _native(walk, entry)(
+            (_processors(device), 1, 1),
+            source.data_ptr(), plane, mx.codes.data_ptr(), mx.scales.data_ptr(), out.data_ptr(), stride, plan.data_ptr(),
+            target.data_ptr(), weight.data_ptr(), blocks, mx.rows, n_blocks, k_blocks, written, float(limit), device=device,
         )  # fmt: skip
+
+    multiply("experts_up", rows, up, hidden, 0, planes[1])
+    del rows  # as large as what comes
+    parts = torch.empty(pairs, down.rows, dtype=x.dtype, device=device)
+    multiply("experts_down", hidden, down, parts, parts.stride(0), 0)
     return parts
+
+
+@functools.lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def gemm_config(token_tile: int, *, fp4: bool) -> tuple[int, int, int]:
