@@ -139,7 +139,11 @@ def _gather(name: str, code: int, group: int) -> KernelSpec:
 
 _NATIVE: tuple[NativeSpec, ...] = (
     NativeSpec("sparse_mla", "sparse_mla.cu", 216 * 1024, min_mma=40, max_stack=128),
-    NativeSpec("indexer_logits", "indexer.cu", min_mma=10, quick=True),
+    NativeSpec("indexer_logits", "indexer.cu", 37 * 1024, min_mma=20, quick=True),
+    *(
+        NativeSpec(f"router_select-{items}", "router.cu", defines=(f"ITEMS={items}",), quick=items == 12)
+        for items in (4, 8, 12, 16)
+    ),
     NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256",), quick=True),
     NativeSpec("topk-1024", "topk.cu", 84 * 1024, ("THREADS=1024",), max_stack=192),
     NativeSpec("experts_up", "experts.cu", 204 * 1024, min_mma=32),
