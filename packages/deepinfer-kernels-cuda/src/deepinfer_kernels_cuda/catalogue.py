@@ -144,8 +144,9 @@ _NATIVE: tuple[NativeSpec, ...] = (
         NativeSpec(f"router_select-{items}", "router.cu", defines=(f"ITEMS={items}",), quick=items == 12)
         for items in (4, 8, 12, 16)
     ),
-    NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256",), quick=True),
-    NativeSpec("topk-1024", "topk.cu", 84 * 1024, ("THREADS=1024",), max_stack=192),
+    NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256", "MOST_BLOCKS=1"), quick=True),
+    NativeSpec("topk-1024-2", "topk.cu", 84 * 1024, ("THREADS=1024", "MOST_BLOCKS=2"), max_stack=96),
+    NativeSpec("topk-1024-8", "topk.cu", 84 * 1024, ("THREADS=1024", "MOST_BLOCKS=8"), max_stack=176),
     NativeSpec("experts_up", "experts.cu", 204 * 1024, min_mma=32),
     NativeSpec("experts_down", "experts.cu", 204 * 1024, min_mma=32),
     NativeSpec("experts_up_wide", "experts.cu", 204 * 1024, min_mma=16),
