@@ -10,8 +10,11 @@ from .layouts import MXFP4
 from .native import NativeKernel, native_reason
 
 #: Keys of a tile, blocks a multiprocessor holds, pages or parts of one that a block can name.
-_INDEX_TILE, _INDEX_BLOCKS, _INDEX_PIECES = 128, 5, 512
-_INDEXER = NativeKernel("indexer.cu", "indexer_logits", "PqqPqPqPqPiPPqiiii", threads=128, shared=37 * 1024)
+_INDEX_TILE, _INDEX_BLOCKS, _INDEX_PIECES = 128, 6, 512
+_INDEXER = NativeKernel(
+    "indexer.cu", "indexer_logits", "PqqPqPqPqPiPPqiiii", threads=128, shared=37 * 1024,
+    defines=(f"BLOCKS={_INDEX_BLOCKS}", "STAGES=3"),
+)  # fmt: skip
 #: By threads of a top-k block and blocks of its cluster at most: a thread holds 32 keys, up to 8 blocks share a row.
 _TOPK = {
     (threads, most): NativeKernel(

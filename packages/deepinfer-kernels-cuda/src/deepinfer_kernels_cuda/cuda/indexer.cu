@@ -7,22 +7,7 @@
 // by a power of two makes it the key times 2^-32. The query is multiplied by 2^32 and its channels sit in the order in which the
 // codes come out: products are those of the reference, exactly (but for keys below 2^-100, which may count as zero).
 
-#ifndef BLOCKS
-#define BLOCKS 5  // of a multiprocessor
-#endif
-#ifndef PIPE
-#define PIPE 1
-#endif
-#ifndef WARP_MMA
-#define WARP_MMA 0
-#endif
-#ifndef PROBE
-#define PROBE 0
-#endif
-#ifndef STAGES
-#define STAGES 3
-#endif
-
+// BLOCKS: of a multiprocessor; STAGES: tiles on their way.
 constexpr int TILE = 128, OWN = 32, RECORD = 68, THREADS = 128, PAGES = 512;
 constexpr int WIDEST = 160;  // a scale byte up to which one factor is a bf16
 
@@ -231,75 +216,15 @@ indexer_logits(const u16* q, i64 q_stride_t, i64 q_stride_h, const u16* weights,
     // Each thread's first key of the warp's: no two threads of a warp meet in a bank.
     const int own = (g & 3) + 16 * (g >> 2);
     const u32 codes = kept(slots + own * RECORD + 16 * t), scales = kept(slots + own * RECORD + 64 + t), full = kept(slots + FULL);
-#if WARP_MMA
-    u32 b[8][4][2];
-#pragma unroll
-    for (int k = 0; k < 8; ++k)
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                b[k][n][i] = load_shared(shared_address(s.query) + (k >> 2) * 4096 + (8 * n + g) * 128 +
-                                         (((2 * (k & 3) + i) ^ g) << 4) + 4 * t);
-#else
     const u64 operand = wgmma_operand(shared_address(s.query), 16, 1024);
-#endif
     int key = first * TILE + warp * OWN + own + 4 * t;
     float* target = out + key;
     u32 slot = 0, phase = 0;
     for (int left = end - first; left > 0; --left) {
-#if PROBE == 2
-        if (end - first - left < STAGES)
-#endif
         barrier_wait(full + slot, phase);
         Keys k;
         k.load(codes + slot, scales + slot);
         float sum[2][4];
-#if PROBE == 1
-        u32 x = 0;
-        for (int r = 0; r < 4; ++r)
-            for (int j = 0; j < 4; ++j) x ^= k.code[r][j] + k.factor[r];
-        for (int i = 0; i < 4; ++i) sum[0][i] = sum[1][i] = __uint_as_float(x);
-#elif WARP_MMA
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-            float d[4][4];
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) d[n][i] = 0.0f;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32 a[4][4];
-                k.operand(a, 2 * m, half);
-#pragma unroll
-                for (int step = 0; step < 4; ++step)
-#pragma unroll
-                    for (int n = 0; n < 4; ++n)
-                        multiply_warp(d[n], a[step][0], a[step][1], a[step][2], a[step][3], b[4 * half + step][n][0],
-                                      b[4 * half + step][n][1]);
-            }
-            add_heads(sum[m], reinterpret_cast<float(&)[16]>(d), w);
-        }
-#elif PIPE
-        float d[2][16];
-        u32 a[2][4][4];
-        k.operand(a[0], 0, 0);
-        multiply_half(d[0], a[0], operand, 0);
-        k.operand(a[1], 0, 1);
-        multiply_half(d[0], a[1], operand, 1);
-        wgmma_wait<1>();
-        k.operand(a[0], 2, 0);
-        multiply_half(d[1], a[0], operand, 0);
-        wgmma_wait<1>();
-        hold(d[0]);
-        k.operand(a[1], 2, 1);
-        multiply_half(d[1], a[1], operand, 1);
-        add_heads(sum[0], d[0], w);
-        wgmma_wait<0>();
-        hold(d[1]);
-        add_heads(sum[1], d[1], w);
-#else
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             float d[16];
@@ -312,14 +237,8 @@ indexer_logits(const u16* q, i64 q_stride_t, i64 q_stride_h, const u16* weights,
             hold(d);
             add_heads(sum[m], d, w);
         }
-#endif
         __syncwarp();
-#if PROBE != 2
-        if (left > STAGES)
-#else
-        if (left > 100000)
-#endif
-            copier.copy(slot);  // every lane has used what it read
+        if (left > STAGES) copier.copy(slot);  // every lane has used what it read
         const float low = t & 1 ? sum[0][2] : sum[0][0], high = t & 1 ? sum[1][2] : sum[1][0];
         const float score = __uint_as_float(pack_bf16(0.0f, t & 2 ? high : low));
         if (key < max_entries) *target = key < seen ? score : NEG_INF;
