@@ -141,9 +141,8 @@ _NATIVE: tuple[NativeSpec, ...] = (
     NativeSpec("sparse_mla", "sparse_mla.cu", 216 * 1024, min_mma=40, max_stack=128),
     NativeSpec("indexer_logits", "indexer.cu", 37 * 1024, ("BLOCKS=6", "STAGES=3"), min_mma=20, quick=True),
     *(
-        NativeSpec(f"router_select-{items}-{spans}", "router.cu", defines=(f"ITEMS={items}", f"SPANS={spans}"), quick=items == 12)
+        NativeSpec(f"router_select-{items}", "router.cu", defines=(f"ITEMS={items}",), quick=items == 12)
         for items in (4, 8, 12, 16)
-        for spans in (1, 10)
     ),
     NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256", "MOST_BLOCKS=1"), quick=True),
     NativeSpec("topk-1024-2", "topk.cu", 84 * 1024, ("THREADS=1024", "MOST_BLOCKS=2"), max_stack=96),

@@ -12,15 +12,12 @@ from .libraries import product
 from .native import NativeKernel, native_reason
 from .overlap import overlap
 
-#: Tokens from which the library's matrix product is faster than the split one (H200: 512 with the selection 12.5 against 14.4 us).
-_LIBRARY_TOKENS = 513
-#: Selection on sm_90 by experts of a lane and parts of a logit at most: a warp a token, four a block, up to 32 experts chosen.
+#: Tokens from which the library's matrix product is faster than the split one (H200: 21 us of 16 GFLOP at 4096).
+_LIBRARY_TOKENS = 512
+#: Selection on sm_90 of whole logits by experts of a lane: a warp a token, four a block, up to 32 experts chosen.
 _SELECT = {
-    (items, spans): NativeKernel(
-        "router.cu", "router_select", "PiPPPiiifi", threads=128, defines=(f"ITEMS={items}", f"SPANS={spans}")
-    )
+    items: NativeKernel("router.cu", "router_select", "PPPPiiifi", threads=128, defines=(f"ITEMS={items}",))
     for items in (4, 8, 12, 16)
-    for spans in (1, 10)
 }
 _SELECT_TOKENS, _SELECT_MOST = 4, 32
 
@@ -95,23 +92,23 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, cut: _Split | None = None) ->
     return part
 
 
-def _select(part, bias, ids, gates, normalise: bool, scale: float, kernel: str | None = None) -> None:
-    fits = _select_key(part) in _SELECT and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
+def _select(part, bias, ids, gates, normalise: bool, scale: float) -> None:
+    fits = (
+        part.shape[0] == 1 and _lane_experts(part) in _SELECT and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
+    )
     native = fits and device_arch(part.device) == 90 and native_reason() is None
-    launch = _select_sm90 if (kernel or ("sm90" if native else "portable")) == "sm90" else _select_portable
-    launch(part, bias, ids, gates, normalise, scale)
+    (_select_sm90 if native else _select_portable)(part, bias, ids, gates, normalise, scale)
 
 
-def _select_key(part: torch.Tensor) -> tuple[int, int]:
-    """The build of `_SELECT` for partial logits [spans, t, experts]; not there where they have too many of something."""
-    return -(-part.shape[2] // 128) * 4, 1 if part.shape[0] == 1 else max(10, part.shape[0])
+def _lane_experts(part: torch.Tensor) -> int:
+    return -(-part.shape[2] // 128) * 4
 
 
 def _select_sm90(part, bias, ids, gates, normalise: bool, scale: float) -> None:
-    (spans, t, experts), k = part.shape, ids.shape[1]
-    _SELECT[_select_key(part)](
+    (_, t, experts), k = part.shape, ids.shape[1]
+    _SELECT[_lane_experts(part)](
         (-(-t // _SELECT_TOKENS), 1, 1),
-        part.data_ptr(), spans, bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, k, scale, int(normalise),
+        part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, k, scale, int(normalise),
         device=part.device,
     )  # fmt: skip
 

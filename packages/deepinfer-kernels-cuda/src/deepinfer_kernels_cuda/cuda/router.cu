@@ -26,9 +26,9 @@ __device__ __forceinline__ float score(float logit) {
     return root;
 }
 
-// Unsigned, in the order of the floats (of which none is -0.0); NaN and all below count as -1e30.
+// Unsigned, in the order of the floats (of which none is -0.0); NaN counts as -1e30.
 __device__ __forceinline__ u32 ordered(float value) {
-    const u32 bits = __float_as_uint(fmaxf(value, -1e30f));
+    const u32 bits = __float_as_uint(value == value ? value : -1e30f);
     return bits ^ (u32(int(bits) >> 31) | 0x80000000u);
 }
 
@@ -82,35 +82,22 @@ struct Row {
     }
 };
 
-// Grid (tokens / WARPS); logits are the sums of `spans` <= SPANS parts [tokens, experts]; k <= MOST.
+// Grid (tokens / WARPS); logits [tokens, experts]; k <= MOST.
 extern "C" __global__ void __launch_bounds__(THREADS)
-router_select(const float* part, int spans, const float* bias, i64* ids, float* gates, int tokens, int experts, int k, float scale,
-              int normalise) {
+router_select(const float* logits, const float* bias, i64* ids, float* gates, int tokens, int experts, int k, float scale, int normalise) {
     __shared__ int list[WARPS][MOST];
-    __shared__ __align__(16) float scores[WARPS][32 * ITEMS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.x * WARPS + warp, begin = lane * ITEMS;
-    const Row row{experts, (experts & 3) == 0 && ((reinterpret_cast<u64>(part) | reinterpret_cast<u64>(bias)) & 15) == 0};
+    const Row row{experts, (experts & 3) == 0 && ((reinterpret_cast<u64>(logits) | reinterpret_cast<u64>(bias)) & 15) == 0};
     float offset[ITEMS], x[ITEMS];
     row.load(offset, bias, begin, NEG_INF);  // what is no expert comes last of all
     wait_for_kernels();
     if (token >= tokens) return;
-    const float* logits = part + i64(token) * experts;
-    row.load(x, logits, begin, 0.0f);
-    if (SPANS > 1) {
-        float more[SPANS][ITEMS];
-#pragma unroll
-        for (int j = 1; j < SPANS; ++j)
-            if (j < spans) row.load(more[j], logits + j * i64(tokens) * experts, begin, 0.0f);
-#pragma unroll
-        for (int j = 1; j < SPANS; ++j)
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) x[i] += j < spans ? more[j][i] : 0.0f;
-    }
+    const float* own = logits + i64(token) * experts;
+    row.load(x, own, begin, 0.0f);
     u32 key[ITEMS], best = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        x[i] = score(x[i]);
-        key[i] = ordered(x[i] + offset[i]);
+        key[i] = ordered(score(x[i]) + offset[i]);
         best = max(best, key[i]);
     }
     best = __reduce_max_sync(~0u, best);
@@ -128,13 +115,10 @@ router_select(const float* part, int spans, const float* bias, i64* ids, float* 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) chosen |= u32(key[i] >= best) << i;
     if (!descends || __reduce_add_sync(~0u, __popc(chosen)) != k) chosen = choose_with_ties(key, k);
-#pragma unroll
-    for (int i = 0; i < ITEMS; i += 4)
-        *reinterpret_cast<float4*>(&scores[warp][begin + i]) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
     for (u32 place = sum_before(__popc(chosen)); chosen; chosen &= chosen - 1) list[warp][place++] = begin + __ffs(chosen) - 1;
     __syncwarp();
     const int expert = lane < k ? list[warp][lane] : 0;
-    float weight = lane < k ? scores[warp][expert] : 0.0f;
+    float weight = lane < k ? score(own[expert]) : 0.0f;
     if (normalise) {
         float sum = weight;
 #pragma unroll

@@ -204,51 +204,31 @@ __device__ __forceinline__ void for_chosen(Shared& s, const u32 (&key)[ITEMS], u
     }
 }
 
-// Narrows low .. high to the least and the largest listed key that lies there.
-__device__ __forceinline__ void listed_range(Shared& s, u32 total, u32& low, u32& high) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    u32 least = ~0u, largest = 0;
-    for (u32 i = threadIdx.x; i < total; i += THREADS) {
-        const u32 x = s.key[i];
-        if (x - low <= high - low) least = min(least, x), largest = max(largest, x);
-    }
-    least = __reduce_min_sync(~0u, least), largest = __reduce_max_sync(~0u, largest);
-    if (lane == 0) s.sums[warp] = least, s.counts[warp] = largest;
-    __syncthreads();
-    low = __reduce_min_sync(~0u, lane < WARPS ? s.sums[lane] : ~0u), high = __reduce_max_sync(~0u, lane < WARPS ? s.counts[lane] : 0);
-}
-
 // The first block selects among `total` listed keys, which are in order of their columns.
 __device__ __forceinline__ void select_listed(Shared& s, const Row& row, u32 total, u32 k) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     u32 floor = 0, room = 0;
     if (total > k) {
-        u32 low = 1, high = ~0u, wanted = k;  // the wanted-th key from the top of those in low .. high
+        u32 wanted = k, mask = 0;
 #pragma unroll 1
-        while (true) {
-            listed_range(s, total, low, high);
-            if (low == high) {
-                floor = low, room = wanted;
-                __syncthreads();  // s.sums is free again
-                break;
-            }
-            const int shift = max(20 - __clz(high - low), 0);
+        for (int pass = 0; pass < 3 && (pass == 0 || s.rest < s.filled); ++pass) {
+            const int shift = pass == 0 ? 20 : pass == 1 ? 8 : 0, bins = pass == 2 ? 256 : 4096;
             clear_histogram(s);
             for (u32 i = threadIdx.x; i < total; i += THREADS)
-                if (s.key[i] - low <= high - low) atomicAdd(&s.histogram[(s.key[i] - low) >> shift], 1);
+                if ((s.key[i] & mask) == floor) atomicAdd(&s.histogram[(s.key[i] >> shift) & (bins - 1)], 1);
             __syncthreads();
             u32 count[OWN_BINS];
 #pragma unroll
             for (int i = 0; i < OWN_BINS; ++i) count[i] = s.histogram[OWN_BINS * threadIdx.x + i];
             find_bin(s, count, wanted);
-            low += s.bin << shift;
-            high = min(high - low, (1u << shift) - 1) + low;
-            if (s.rest == s.filled) {
-                floor = low - 1;
-                break;
-            }
+            floor |= s.bin << shift;
+            mask |= u32(bins - 1) << shift;
             wanted = s.rest;
+            __syncthreads();
         }
+        // All keys of the last bin are wanted, or those with equal keys in order.
+        if (s.rest == s.filled) floor -= 1;
+        else room = wanted;
     }
     u32 above_before = 0, equal_before = 0;
     for (u32 begin = 0; begin < total; begin += THREADS) {
