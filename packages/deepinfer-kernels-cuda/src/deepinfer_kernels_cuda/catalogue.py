@@ -163,9 +163,14 @@ def _gather(name: str, code: int, group: int) -> KernelSpec:
 
 _NATIVE: tuple[NativeSpec, ...] = (
     NativeSpec("sparse_mla", "sparse_mla.cu", 216 * 1024, min_mma=40, max_stack=128),
-    NativeSpec("indexer_logits", "indexer.cu", min_mma=10, quick=True),
-    NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256",), quick=True),
-    NativeSpec("topk-1024", "topk.cu", 84 * 1024, ("THREADS=1024",), max_stack=192),
+    NativeSpec("indexer_logits", "indexer.cu", 37 * 1024, ("BLOCKS=6", "STAGES=3"), min_mma=20, quick=True),
+    *(
+        NativeSpec(f"router_select-{items}", "router.cu", defines=(f"ITEMS={items}",), quick=items == 12)
+        for items in (4, 8, 12, 16)
+    ),
+    NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256", "MOST_BLOCKS=1"), quick=True),
+    NativeSpec("topk-1024-2", "topk.cu", 84 * 1024, ("THREADS=1024", "MOST_BLOCKS=2"), max_stack=96),
+    NativeSpec("topk-1024-8", "topk.cu", 84 * 1024, ("THREADS=1024", "MOST_BLOCKS=8"), max_stack=176),
     NativeSpec("experts_up-narrow", "experts.cu", NARROW.shared, NARROW.defines, min_mma=192),
     NativeSpec("experts_down-narrow", "experts.cu", NARROW.shared, NARROW.defines, min_mma=192),
     NativeSpec("experts_up-wide", "experts.cu", WIDE.shared, WIDE.defines, min_mma=112),

@@ -6,12 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
+from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .libraries import product
+from .native import NativeKernel, native_reason
 from .overlap import overlap
 
 #: Tokens from which the library's matrix product is faster than the split one (H200: 21 us of 16 GFLOP at 4096).
 _LIBRARY_TOKENS = 512
+#: Selection on sm_90 of whole logits by experts of a lane: a warp a token, four a block, up to 32 experts chosen.
+_SELECT = {
+    items: NativeKernel("router.cu", "router_select", "PPPPiiifi", threads=128, defines=(f"ITEMS={items}",))
+    for items in (4, 8, 12, 16)
+}
+_SELECT_TOKENS, _SELECT_MOST = 4, 32
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,28 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, cut: _Split | None = None) ->
     return part
 
 
-def _select(part, bias, ids, gates, normalise: bool, scale: float, warps: int | None = None) -> None:
+def _select(part, bias, ids, gates, normalise: bool, scale: float) -> None:
+    fits = (
+        part.shape[0] == 1 and _lane_experts(part) in _SELECT and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
+    )
+    native = fits and device_arch(part.device) == 90 and native_reason() is None
+    (_select_sm90 if native else _select_portable)(part, bias, ids, gates, normalise, scale)
+
+
+def _lane_experts(part: torch.Tensor) -> int:
+    return -(-part.shape[2] // 128) * 4
+
+
+def _select_sm90(part, bias, ids, gates, normalise: bool, scale: float) -> None:
+    (_, t, experts), k = part.shape, ids.shape[1]
+    _SELECT[_lane_experts(part)](
+        (-(-t // _SELECT_TOKENS), 1, 1),
+        part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, k, scale, int(normalise),
+        device=part.device,
+    )  # fmt: skip
+
+
+def _select_portable(part, bias, ids, gates, normalise: bool, scale: float) -> None:
     from .kernels.router import router_select_kernel
 
     spans, t, experts = part.shape
@@ -92,5 +121,5 @@ def _select(part, bias, ids, gates, normalise: bool, scale: float, warps: int | 
     router_select_kernel[(t,)](
         part, bias, ids, gates, t, experts, spans, scale, NORMALISE=normalise, K=ids.shape[1], E=width,
         W=max(2, 1 << (ids.shape[1] - 1).bit_length()), SPANS=1 << (spans - 1).bit_length(),
-        num_warps=warps or (1 if spans == 1 else 2), **overlap(part.device),
+        num_warps=1 if spans == 1 else 2, **overlap(part.device),
     )  # fmt: skip

@@ -10,15 +10,19 @@ from .layouts import MXFP4
 from .native import NativeKernel, native_reason
 
 #: Keys of a tile, blocks a multiprocessor holds, pages or parts of one that a block can name.
-_INDEX_TILE, _INDEX_BLOCKS, _INDEX_PIECES = 64, 6, 512
-_INDEXER = NativeKernel("indexer.cu", "indexer_logits", "PqqPqPqPqPiPPqiiii", threads=128)
-#: Threads of a top-k block by row length; a thread holds 32 keys, up to 8 blocks share a row.
+_INDEX_TILE, _INDEX_BLOCKS, _INDEX_PIECES = 128, 6, 512
+_INDEXER = NativeKernel(
+    "indexer.cu", "indexer_logits", "PqqPqPqPqPiPPqiiii", threads=128, shared=37 * 1024,
+    defines=(f"BLOCKS={_INDEX_BLOCKS}", "STAGES=3"),
+)  # fmt: skip
+#: By threads of a top-k block and blocks of its cluster at most: a thread holds 32 keys, up to 8 blocks share a row.
 _TOPK = {
-    threads: NativeKernel(
-        "topk.cu", "topk", "PqPPiPPiiiii", threads=threads, shared=84 * 1024, defines=(f"THREADS={threads}",)
+    (threads, most): NativeKernel(
+        "topk.cu", "topk", "PqPPiPPiiiii", threads=threads, shared=84 * 1024,
+        defines=(f"THREADS={threads}", f"MOST_BLOCKS={most}"),
     )
-    for threads in (256, 1024)
-}
+    for threads, most in ((256, 1), (1024, 2), (1024, 8))
+}  # fmt: skip
 _TOPK_KEYS, _TOPK_CLUSTER = 32, 8
 
 
@@ -167,7 +171,7 @@ def _topk_sm90(scores: torch.Tensor, k: int, lengths: torch.Tensor | None) -> to
         kept = torch.empty(t, chunks * k, dtype=torch.float32, device=scores.device) if chunks > 1 else None
         unit = values.element_size() * 4
         wide = values.data_ptr() % unit == 0 and stride % 4 == 0
-        _TOPK[threads](
+        _TOPK[threads, 1 if threads == 256 else 2 if size <= 2 else _TOPK_CLUSTER](
             (chunks * size, t, 1),
             values.data_ptr(), stride, source.data_ptr() if source is not None else 0,
             lengths.data_ptr() if lengths is not None else 0, n, kept.data_ptr() if kept is not None else 0, index.data_ptr(),

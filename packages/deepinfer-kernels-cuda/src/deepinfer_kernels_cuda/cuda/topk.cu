@@ -7,9 +7,9 @@
 // 2. The keys that reach it go, in order, to the first block of the cluster, which selects among them digit by digit.
 // 3. Where too many reach it (ties), the threshold is found bit by bit by counting over the cluster instead.
 
-// THREADS: 1024, or 256 for short rows.
+// THREADS: 1024, or 256 for short rows. MOST_BLOCKS: of a cluster; registers for the histograms of more of them are spilled.
 constexpr int WARPS = THREADS / 32, VECTORS = 8, GROUPS = 4, ITEMS = 4 * VECTORS, COUNTS = VECTORS * WARPS / 32;
-constexpr int BINS = 4096, OWN_BINS = BINS / THREADS, CAPACITY = 8192, MOST_BLOCKS = 8;
+constexpr int BINS = 4096, OWN_BINS = BINS / THREADS, CAPACITY = 8192;
 
 struct Shared {
     u32 histogram[BINS];
@@ -247,6 +247,48 @@ __device__ __forceinline__ void select_listed(Shared& s, const Row& row, u32 tot
     for (u32 i = min(total, k) + threadIdx.x; i < k; i += THREADS) row.out_index[i] = -1;
 }
 
+__device__ __forceinline__ int column_of(int begin, int i) { return begin + (i >> 2) * 4 * THREADS + 4 * int(threadIdx.x) + (i & 3); }
+
+// A thread's values as float bits, -inf from `stop` on. All loads are on their way before any is used.
+__device__ __forceinline__ void load_bits(u32 (&key)[ITEMS], const void* scores, i64 start, int begin, int stop, int is_bf16,
+                                          int wide_loads) {
+    const u32 none = 0xff800000u;
+    const u16* halves = static_cast<const u16*>(scores) + start;
+    const u32* words = static_cast<const u32*>(scores) + start;
+    if (is_bf16) {
+        uint2 pair[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int column = column_of(begin, 4 * v);
+            pair[v] = make_uint2(0xff80ff80u, 0xff80ff80u);
+            if (wide_loads && column + 3 < stop) pair[v] = *reinterpret_cast<const uint2*>(halves + column);
+        }
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            key[4 * v] = pair[v].x << 16, key[4 * v + 1] = pair[v].x & 0xffff0000u;
+            key[4 * v + 2] = pair[v].y << 16, key[4 * v + 3] = pair[v].y & 0xffff0000u;
+        }
+    } else {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int column = column_of(begin, 4 * v);
+            uint4 four = make_uint4(none, none, none, none);
+            if (wide_loads && column + 3 < stop) four = *reinterpret_cast<const uint4*>(words + column);
+            key[4 * v] = four.x, key[4 * v + 1] = four.y, key[4 * v + 2] = four.z, key[4 * v + 3] = four.w;
+        }
+    }
+    if (wide_loads && ((stop - begin) & 3) == 0) return;
+    asm volatile("" : "+r"(begin));  // columns are computed again: kept, they would be spilled
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+        const int column = column_of(begin, 4 * v);
+        if (column >= stop || (wide_loads && column + 3 < stop)) continue;
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (column + j < stop) key[4 * v + j] = is_bf16 ? u32(halves[column + j]) << 16 : words[column + j];
+    }
+}
+
 // Grid (chunks of a row, times cluster size; rows); `columns` <= 32 * THREADS columns a block, a multiple of 4.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 topk(const void* scores, i64 stride, const int* source, const int* lengths, int width, float* out_scores, int* out_index,
@@ -261,29 +303,14 @@ topk(const void* scores, i64 stride, const int* source, const int* lengths, int 
     const Row row{scores, source ? source + start : nullptr, out_scores ? out_scores + target : nullptr, out_index + target, begin};
 
     u32 key[ITEMS];
+    load_bits(key, scores, start, begin, stop, is_bf16, wide_loads);
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const int column = begin + v * 4 * THREADS + 4 * threadIdx.x;
-        float x[4];
-        if (wide_loads && column + 3 < stop) {
-            if (is_bf16) {
-                uint2 pair = *reinterpret_cast<const uint2*>(static_cast<const u16*>(scores) + start + column);
-                x[0] = bf16_low(pair.x), x[1] = bf16_high(pair.x), x[2] = bf16_low(pair.y), x[3] = bf16_high(pair.y);
-            } else {
-                float4 four = *reinterpret_cast<const float4*>(static_cast<const float*>(scores) + start + column);
-                x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-            }
-        } else {
+    for (int i = 0; i < ITEMS; ++i) key[i] = ordered(__uint_as_float(key[i]));
+    if (source) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                x[j] = column + j >= stop ? NEG_INF
-                       : is_bf16           ? __uint_as_float(u32(static_cast<const u16*>(scores)[start + column + j]) << 16)
-                                           : static_cast<const float*>(scores)[start + column + j];
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            key[4 * v + j] = ordered(x[j]);
-            if (source && column + j < stop && row.source[column + j] < 0) key[4 * v + j] = 0;
+        for (int i = 0; i < ITEMS; ++i) {
+            const int column = column_of(begin, i);
+            if (column < stop && row.source[column] < 0) key[i] = 0;
         }
     }
 
