@@ -1,18 +1,26 @@
-"""Norms, rotary embedding, cache records, compressor pooling and Engram rows: one row a program."""
+"""Norms, rotary embedding, cache records, compressor pooling and Engram rows: one row a program.
+
+Many records of 512 bfloat16 channels are written by a kernel with a warp a row on Hopper (`cuda/records.cu`), the same bytes.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
-from .capability import device_arch
+from .capability import device_arch, sm_count
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .layouts import V4, pool_view, record_format
+from .native import NativeKernel, native_reason
 from .overlap import overlap
 
 _FUSED_ROWS = 256  # up to here a launch costs more than the rows
+_WARP_ROWS = 1024  # from here on a warp a row
+_WARP_BLOCKS = 4  # of eight warps on a multiprocessor
+_PLANAR = 3  # number of V4's planar record inside `cuda/records.cu`
 
 
 def _power(n: int) -> int:
@@ -83,6 +91,42 @@ def rope(x: torch.Tensor, table: Any, *, inverse: bool = False, inplace: bool = 
     return x if inplace else out.view(x.shape)
 
 
+@functools.lru_cache(maxsize=16)
+def _insert_kernel(fmt: int, norm: bool, turn: bool, blocks: int) -> NativeKernel:
+    defines = (f"FORMAT={fmt}", f"NORM={int(norm)}", f"TURN={int(turn)}", f"BLOCKS={blocks}")
+    return NativeKernel("records.cu", "insert_records", "PiPfPPiPiPqqiii", threads=256, defines=defines)
+
+
+def _insert_by_warps(
+    pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, fmt: int, weight: torch.Tensor | None, eps: float,
+    tables: Any, pairs: int, page_size: int, stride_page: int, stride_row: int,
+) -> bool:  # fmt: skip
+    """Write the records where `cuda/records.cu` can; else nothing, and False."""
+    t, stride = values.shape[0], 2 * values.stride(0)
+    able = (
+        t >= _WARP_ROWS
+        and values.shape[1] == 512
+        and pairs in (0, 32)
+        and values.dtype == torch.bfloat16
+        and (weight is None or (weight.dtype == torch.bfloat16 and weight.is_contiguous()))
+        and all(x is None or x.dtype == torch.float32 for x in tables)
+        and slots.is_contiguous()
+        and _alignment(pool.data_ptr(), stride_page, stride_row, values.data_ptr(), stride) == 16
+        and stride < 1 << 16
+        and device_arch(values.device) == 90
+        and native_reason() is None
+    )
+    if able:
+        shift = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1
+        pointers = [0 if x is None else x.data_ptr() for x in (values, weight, *tables, slots, pool)]
+        blocks = min(-(-t // 8), _WARP_BLOCKS * sm_count(values.device))
+        _insert_kernel(fmt, weight is not None, pairs > 0, _WARP_BLOCKS)(
+            (blocks, 1, 1), pointers[0], stride, pointers[1], eps, pointers[2], pointers[3], pairs, pointers[4],
+            int(slots.dtype == torch.int64), pointers[5], stride_page, stride_row, shift, page_size, t, device=values.device,
+        )  # fmt: skip
+    return able
+
+
 def norm_rope_insert(
     pool: torch.Tensor,
     slots: torch.Tensor,
@@ -119,6 +163,11 @@ def norm_rope_insert(
     pairs = table[0].shape[-1] if table is not None else 0
     require(2 * pairs <= n, f"{pairs} pairs do not fit {n} channels")
     tables = (table[0].contiguous(), table[1].contiguous()) if pairs else (None, None)
+    strides = (view.page_size, view.stride_page, view.stride_row)
+    if layout.name != "mxfp4" and _insert_by_warps(
+        pool, slots, values, layout.code, norm_weight, eps, tables, pairs, *strides
+    ):
+        return
     align = _alignment(pool.data_ptr(), view.stride_page, view.stride_row)
     rows = 2 if t >= 1024 else 1
     insert_kernel[(-(-t // rows),)](
@@ -273,6 +322,8 @@ def v4_insert(
         return
     pairs = table[0].shape[-1] if table is not None else 0
     tables = (table[0].contiguous(), table[1].contiguous()) if pairs else (None, None)
+    if _insert_by_warps(pool, slots, values, _PLANAR, norm_weight, eps, tables, pairs, page_size, pool.stride(0), 0):
+        return
     align = _alignment(pool.data_ptr(), pool.stride(0))
     rows = 2 if t >= 1024 else 1
     insert_v4_kernel[(-(-t // rows),)](
