@@ -168,10 +168,17 @@ class Insert:
             kernels.norm_rope_insert(pool, self.slots, self.values, self.fmt, **self.options)
         return pool
 
+    def gather(self, pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        if self.fmt == "v4":
+            return kernels.v4_gather(pool, slots, torch.bfloat16, page_size=64)
+        return kernels.kv_gather(pool, slots, self.fmt, 512, torch.bfloat16)
+
 
 def use_warps(blocks: int) -> None:
-    """Which kernel inserts: 0 is Triton's."""
-    rows._WARP_ROWS, rows._WARP_BLOCKS = (1, blocks) if blocks else (1 << 30, 4)
+    """Which kernels insert and gather: 0 is Triton's."""
+    rows._WARP_ROWS = 1 if blocks else 1 << 30
+    if blocks:
+        rows._INSERT_BLOCKS, rows._GATHER_BLOCKS = blocks, 2 * blocks
 
 
 def check_records(way: int) -> None:
@@ -181,27 +188,40 @@ def check_records(way: int) -> None:
     wrong = []
     for fmt, t, norm, turn, page, wide in cases:
         insert = Insert(fmt, t, norm=norm, turn=turn, page=page, wide=wide)
+        absent = torch.randint(-2, 4 * t, (t + 3,), device="cuda")
         use_warps(0)
         want = insert.run(insert.pool.clone())
+        want_rows = insert.gather(want, insert.slots), insert.gather(want, absent)
         use_warps(way)
         found = insert.run(insert.pool.clone())
+        found_rows = insert.gather(want, insert.slots), insert.gather(want, absent)
+        name = f"{fmt} t={t} norm={norm} turn={turn} page={page}"
         if not torch.equal(found, want):
-            wrong.append(f"{fmt} t={t} norm={norm} turn={turn} page={page}: {int((found != want).sum())} bytes")
-    print(f"  warps {way}: {len(cases) - len(wrong)} of {len(cases)} the same bytes; {wrong[:6]}", flush=True)
+            wrong.append(f"{name}: {int((found != want).sum())} bytes")
+        if not all(
+            torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(found_rows, want_rows, strict=True)
+        ):
+            wrong.append(f"{name}: gathered")
+    print(f"  warps {way}: {len(cases)} inserts and gathers, {len(wrong)} differ: {wrong[:6]}", flush=True)
 
 
 def time_records(way: int, t: int, copy: float) -> None:
     use_warps(way)
+    name = f"warps {way}" if way else "triton"
     for fmt, size in (("fp8", 528), ("nvfp4", 288), ("v4", 584)):
         insert = Insert(fmt, t)
         insert.values = insert.values.contiguous()
         insert.slots = torch.randperm(2 * t, device="cuda")[:t]
-        call = lambda insert=insert: insert.run(insert.pool)  # noqa: E731
-        ceiling = t * (1024 + size + 264) / copy / 1e3
-        cold, clean, warm = time_cold(call, 11), time_clean(call), time_warm(call, 10, 5)
-        name = f"warps {way}" if way else "triton"
-        print(f"  {fmt:6s} t={t:<6d} {name:8s} cold {cold:6.1f} clean {clean:6.1f} warm {warm:6.1f} us, of copy"
-              f" {ceiling / cold:.1%} {ceiling / clean:.1%} {ceiling / warm:.1%}", flush=True)  # fmt: skip
+        insert.run(insert.pool)
+        calls = {
+            "insert": (lambda insert=insert: insert.run(insert.pool), t * (1024 + size + 264)),
+            "gather": (lambda insert=insert: insert.gather(insert.pool, insert.slots), t * (1024 + size)),
+        }
+        for op, (call, nbytes) in calls.items():
+            ceiling = nbytes / copy / 1e3
+            cold, clean, warm = time_cold(call, 11), time_clean(call), time_warm(call, 10, 5)
+            print(f"  {op} {fmt:6s} t={t:<6d} {name:8s} cold {cold:6.1f} clean {clean:6.1f} warm {warm:6.1f} us, of copy"
+                  f" {ceiling / cold:.1%} {ceiling / clean:.1%} {ceiling / warm:.1%}", flush=True)  # fmt: skip
 
 
 def main() -> None:

@@ -13,13 +13,14 @@ import torch
 
 from .capability import device_arch, sm_count
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
-from .layouts import V4, pool_view, record_format
+from .layouts import FP8, NVFP4, V4, pool_view, record_format
 from .native import NativeKernel, native_reason
 from .overlap import overlap
 
 _FUSED_ROWS = 256  # up to here a launch costs more than the rows
 _WARP_ROWS = 1024  # from here on a warp a row
-_WARP_BLOCKS = 4  # of eight warps on a multiprocessor
+_INSERT_BLOCKS, _GATHER_BLOCKS = 4, 8  # of eight warps on a multiprocessor
+_RECORD_ARGUMENTS = {"insert_records": "PiPfPPiPiPqqiii", "gather_records": "PqqiiqPiPi"}
 _PLANAR = 3  # number of V4's planar record inside `cuda/records.cu`
 
 
@@ -91,38 +92,71 @@ def rope(x: torch.Tensor, table: Any, *, inverse: bool = False, inplace: bool = 
     return x if inplace else out.view(x.shape)
 
 
-@functools.lru_cache(maxsize=16)
-def _insert_kernel(fmt: int, norm: bool, turn: bool, blocks: int) -> NativeKernel:
+@functools.lru_cache(maxsize=32)
+def _record_kernel(entry: str, fmt: int, blocks: int, norm: bool = True, turn: bool = True) -> NativeKernel:
     defines = (f"FORMAT={fmt}", f"NORM={int(norm)}", f"TURN={int(turn)}", f"BLOCKS={blocks}")
-    return NativeKernel("records.cu", "insert_records", "PiPfPPiPiPqqiii", threads=256, defines=defines)
+    return NativeKernel("records.cu", entry, _RECORD_ARGUMENTS[entry], threads=256, defines=defines)
+
+
+def _by_warps(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, geometry: tuple[int, int, int]) -> bool:
+    """Whether `cuda/records.cu` writes or reads these rows; geometry is rows a page, bytes between pages and between rows."""
+    return (
+        rows.shape[0] >= _WARP_ROWS
+        and rows.shape[1] == V4.channels
+        and rows.dtype == torch.bfloat16
+        and slots.is_contiguous()
+        and slots.dtype in (torch.int32, torch.int64)
+        and _alignment(pool.data_ptr(), *geometry[1:], rows.data_ptr(), 2 * rows.stride(0)) == 16
+        and rows.stride(0) < 1 << 15
+        and device_arch(rows.device) == 90
+        and native_reason() is None
+    )
+
+
+def _page_shift(page_size: int) -> int:
+    return page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1
 
 
 def _insert_by_warps(
-    pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, fmt: int, weight: torch.Tensor | None, eps: float,
-    tables: Any, pairs: int, page_size: int, stride_page: int, stride_row: int,
+    pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, fmt: int, geometry: tuple[int, int, int],
+    weight: torch.Tensor | None, eps: float, tables: Any, pairs: int,
 ) -> bool:  # fmt: skip
     """Write the records where `cuda/records.cu` can; else nothing, and False."""
-    t, stride = values.shape[0], 2 * values.stride(0)
     able = (
-        t >= _WARP_ROWS
-        and values.shape[1] == 512
-        and pairs in (0, 32)
-        and values.dtype == torch.bfloat16
+        pairs in (0, 32)
         and (weight is None or (weight.dtype == torch.bfloat16 and weight.is_contiguous()))
         and all(x is None or x.dtype == torch.float32 for x in tables)
-        and slots.is_contiguous()
-        and _alignment(pool.data_ptr(), stride_page, stride_row, values.data_ptr(), stride) == 16
-        and stride < 1 << 16
-        and device_arch(values.device) == 90
-        and native_reason() is None
+        and _by_warps(pool, slots, values, geometry)
     )
     if able:
-        shift = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1
-        pointers = [0 if x is None else x.data_ptr() for x in (values, weight, *tables, slots, pool)]
-        blocks = min(-(-t // 8), _WARP_BLOCKS * sm_count(values.device))
-        _insert_kernel(fmt, weight is not None, pairs > 0, _WARP_BLOCKS)(
-            (blocks, 1, 1), pointers[0], stride, pointers[1], eps, pointers[2], pointers[3], pairs, pointers[4],
-            int(slots.dtype == torch.int64), pointers[5], stride_page, stride_row, shift, page_size, t, device=values.device,
+        page_size, stride_page, stride_row = geometry
+        x, scale, cos, sin, at, to = (
+            0 if tensor is None else tensor.data_ptr() for tensor in (values, weight, *tables, slots, pool)
+        )
+        blocks = min(-(-values.shape[0] // 8), _INSERT_BLOCKS * sm_count(values.device))
+        _record_kernel("insert_records", fmt, _INSERT_BLOCKS, weight is not None, pairs > 0)(
+            (blocks, 1, 1), x, 2 * values.stride(0), scale, eps, cos, sin, pairs, at, int(slots.dtype == torch.int64), to,
+            stride_page, stride_row, _page_shift(page_size), page_size, values.shape[0], device=values.device,
+        )  # fmt: skip
+    return able
+
+
+def _gather_by_warps(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    fmt: int,
+    geometry: tuple[int, int, int],
+    pool_slots: int,
+) -> bool:
+    """Read the records where `cuda/records.cu` can; else nothing, and False."""
+    able = _by_warps(pool, slots, out, geometry)
+    if able:
+        page_size, stride_page, stride_row = geometry
+        blocks = min(-(-out.shape[0] // 8), _GATHER_BLOCKS * sm_count(out.device))
+        _record_kernel("gather_records", fmt, _GATHER_BLOCKS)(
+            (blocks, 1, 1), pool.data_ptr(), stride_page, stride_row, _page_shift(page_size), page_size, pool_slots,
+            slots.data_ptr(), int(slots.dtype == torch.int64), out.data_ptr(), out.shape[0], device=out.device,
         )  # fmt: skip
     return able
 
@@ -163,9 +197,9 @@ def norm_rope_insert(
     pairs = table[0].shape[-1] if table is not None else 0
     require(2 * pairs <= n, f"{pairs} pairs do not fit {n} channels")
     tables = (table[0].contiguous(), table[1].contiguous()) if pairs else (None, None)
-    strides = (view.page_size, view.stride_page, view.stride_row)
-    if layout.name != "mxfp4" and _insert_by_warps(
-        pool, slots, values, layout.code, norm_weight, eps, tables, pairs, *strides
+    geometry = (view.page_size, view.stride_page, view.stride_row)
+    if layout in (FP8, NVFP4) and _insert_by_warps(
+        pool, slots, values, layout.code, geometry, norm_weight, eps, tables, pairs
     ):
         return
     align = _alignment(pool.data_ptr(), view.stride_page, view.stride_row)
@@ -233,6 +267,9 @@ def kv_gather(pool: torch.Tensor, slots: torch.Tensor, fmt: str, channels: int, 
     require_same_device(pool, slots)
     flat = slots.reshape(-1)
     out = torch.empty(flat.shape[0], channels, dtype=dtype, device=pool.device)
+    geometry = (view.page_size, view.stride_page, view.stride_row)
+    if layout in (FP8, NVFP4) and _gather_by_warps(pool, flat, out, layout.code, geometry, view.slots):
+        return out.view(*slots.shape, channels)
     if flat.shape[0]:
         align = _alignment(pool.data_ptr(), view.stride_page, view.stride_row)
         rows = 8 if flat.shape[0] >= 4096 else 2
@@ -322,7 +359,7 @@ def v4_insert(
         return
     pairs = table[0].shape[-1] if table is not None else 0
     tables = (table[0].contiguous(), table[1].contiguous()) if pairs else (None, None)
-    if _insert_by_warps(pool, slots, values, _PLANAR, norm_weight, eps, tables, pairs, page_size, pool.stride(0), 0):
+    if _insert_by_warps(pool, slots, values, _PLANAR, (page_size, pool.stride(0), 0), norm_weight, eps, tables, pairs):
         return
     align = _alignment(pool.data_ptr(), pool.stride(0))
     rows = 2 if t >= 1024 else 1
@@ -341,6 +378,8 @@ def v4_gather(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, *, pa
     require_same_device(pool, slots)
     flat = slots.reshape(-1)
     out = torch.empty(flat.shape[0], V4.channels, dtype=dtype, device=pool.device)
+    if _gather_by_warps(pool, flat, out, _PLANAR, (page_size, pool.stride(0), 0), pool.shape[0] * page_size):
+        return out.view(*slots.shape, V4.channels)
     if flat.shape[0]:
         align = _alignment(pool.data_ptr(), pool.stride(0))
         rows = 8 if flat.shape[0] >= 4096 else 2

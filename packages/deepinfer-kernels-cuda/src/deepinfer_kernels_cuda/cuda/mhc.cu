@@ -5,7 +5,8 @@
 // owns 32 channels: its values are the right operand of the matrix unit (channels in an order that makes a thread's share of a
 // row 16 bytes). What needs whole rows (square sums, projections) crosses the cluster as one message a block and tile.
 //
-// Warps: GROUPS that compute, then one each that loads, stores streams, sums and sends, finishes mixes, and two that normalise.
+// Warps: GROUPS that compute; two that load, two that store streams and two that normalise, half of a tile's tokens each; one
+// that sums and sends and one that finishes mixes. A warp's bulk copies are issued one after the other, hence two.
 #include "hopper.cuh"
 
 #ifndef GROUPS
@@ -16,7 +17,7 @@
 #endif
 
 constexpr int RANKS = 16, TOKENS = 8, SLOTS = 3;
-constexpr int THREADS = 32 * (GROUPS + 6);
+constexpr int THREADS = 32 * (GROUPS + 8);
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
 constexpr u32 STREAM_PITCH = 4 * ROW + 64;                   // of a token: the next one's pieces lie in other banks
@@ -196,38 +197,40 @@ struct Tiles {
     int first, step, count, tokens;
     __device__ int token(int n) const { return (first + n * step) * TOKENS; }
     __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
+    __device__ int here(int n, int half) const { return min(4, max(0, here(n) - 4 * half)); }
 };
 
-__device__ __forceinline__ void load_tiles(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, const u8* streams,
-                                           const u8* output, const u8* post, const u8* comb, const u8* pre) {
+__device__ __forceinline__ void load_tiles(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, int half,
+                                           const u8* streams, const u8* output, const u8* post, const u8* comb, const u8* pre) {
     const u64 width = 2ull * RANKS * CHANNELS;
     for (int n = 0; n < tiles.count; ++n) {
         if (n >= SLOTS) barrier_wait(bars.stored(n), (n / SLOTS - 1) & 1);
         if (n >= Y_SLOTS) barrier_wait(bars.normalised(n), (n / Y_SLOTS - 1) & 1);
-        const u32 bar = bars.full(n), here = tiles.here(n);
+        const u32 bar = bars.full(n), here = tiles.here(n, half), all = tiles.here(n);
         const u64 token = tiles.token(n);
-        if (lane == 0) barrier_expect(bar, here * (5 * ROW + 96));
+        if (lane == 0) barrier_expect(bar, here * 5 * ROW + (half ? 0 : all * 96));
         __syncwarp();
-        if (lane < 4 * here)
-            copy_in(shared + STREAM_AT + n % SLOTS * STREAM_SLOT + (lane >> 2) * STREAM_PITCH + (lane & 3) * ROW,
-                      streams + (token * 4 + lane) * width + rank * ROW, ROW, bar);
-        if (lane < here)
-            copy_in(shared + ROW_AT + n % Y_SLOTS * ROW_SLOT + lane * ROW_PITCH, output + (token + lane) * width + rank * ROW, ROW,
-                      bar);
+        const u32 slot = shared + STREAM_AT + n % SLOTS * STREAM_SLOT, rows = shared + ROW_AT + n % Y_SLOTS * ROW_SLOT;
+        const int row = lane & 15, of = 4 * half + (row >> 2);
+        if (row < 4 * here && lane < 16)
+            copy_in(slot + of * STREAM_PITCH + (row & 3) * ROW, streams + ((token + of) * 4 + (row & 3)) * width + rank * ROW, ROW, bar);
+        if (row < here && lane >= 16)
+            copy_in(rows + (4 * half + row) * ROW_PITCH, output + (token + 4 * half + row) * width + rank * ROW, ROW, bar);
         const u32 mix = shared + MIX_AT + n % SLOTS * MIX;
-        if (lane == 8) copy_bulk(mix, comb + token * 64, here * 64, bar);
-        if (lane == 9) copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
-        if (lane == 10) copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
+        if (half == 0 && lane == 20) copy_bulk(mix, comb + token * 64, all * 64, bar);
+        if (half == 0 && lane == 21) copy_bulk(mix + TOKENS * 64, post + token * 16, all * 16, bar);
+        if (half == 0 && lane == 22) copy_bulk(mix + TOKENS * 80, pre + token * 16, all * 16, bar);
     }
 }
 
-__device__ __forceinline__ void store_tiles(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, u8* streams) {
+__device__ __forceinline__ void store_tiles(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, int half, u8* streams) {
     const u64 width = 2ull * RANKS * CHANNELS;
     for (int n = 0; n < tiles.count; ++n) {
         barrier_wait(bars.done(n), n / SLOTS & 1);
-        if (lane < 4 * tiles.here(n))
-            copy_out(streams + (tiles.token(n) * 4ull + lane) * width + rank * ROW,
-                     shared + STREAM_AT + n % SLOTS * STREAM_SLOT + (lane >> 2) * STREAM_PITCH + (lane & 3) * ROW, ROW);
+        const int of = 4 * half + (lane >> 2);
+        if (lane < 4 * tiles.here(n, half))
+            copy_out(streams + ((tiles.token(n) + of) * 4ull + (lane & 3)) * width + rank * ROW,
+                     shared + STREAM_AT + n % SLOTS * STREAM_SLOT + of * STREAM_PITCH + (lane & 3) * ROW, ROW);
         copies_commit();
         copies_read();
         __syncwarp();
@@ -386,9 +389,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Tiles tiles{cluster, clusters, (all - cluster + clusters - 1) / clusters, tokens};
     if (threadIdx.x == 0) {
         for (int n = 0; n < SLOTS; ++n) {
-            barrier_init(bars.full(n), 1);
+            barrier_init(bars.full(n), 2);
             barrier_init(bars.done(n), GROUPS);
-            barrier_init(bars.stored(n), 1);
+            barrier_init(bars.stored(n), 2);
         }
         for (int n = 0; n < Y_SLOTS; ++n) barrier_init(bars.normalised(n), 2);
         for (int n = 0; n < 4; ++n) barrier_init(bars.message(n), RANKS);
@@ -406,18 +409,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncwarp();
     cluster_sync();
     wait_for_kernels();
-    if (warp < GROUPS)
+    // Multiprocessors have four schedulers, warps go to them in turn: the busy ones of these to those with fewer that compute.
+    const int role = warp - GROUPS;
+    if (role < 0)
         compute(shared, bars, tiles.count, warp, lane);
-    else if (warp == GROUPS)
-        load_tiles(shared, bars, tiles, lane, rank, streams, output, post, comb, pre);
-    else if (warp == GROUPS + 1)
-        store_tiles(shared, bars, tiles, lane, rank, new_streams);
-    else if (warp == GROUPS + 2)
-        send_sums(shared, bars, tiles.count, lane, rank);
-    else if (warp == GROUPS + 3)
+    else if (role == 0)
         finish_mixes(shared, bars, tiles, lane, rank, base, scale, new_pre, new_post, new_comb, iterations, eps, mix_eps);
+    else if (role == 1 || role == 5)
+        normalise(shared, bars, tiles, lane, rank, role == 1 ? 0 : 4, x, norm_eps);
+    else if (role == 2 || role == 3)
+        load_tiles(shared, bars, tiles, lane, rank, role - 2, streams, output, post, comb, pre);
+    else if (role == 4)
+        send_sums(shared, bars, tiles.count, lane, rank);
     else
-        normalise(shared, bars, tiles, lane, rank, 4 * (warp - GROUPS - 4), x, norm_eps);
+        store_tiles(shared, bars, tiles, lane, rank, role - 6, new_streams);
     __syncwarp();
     cluster_sync();
 }

@@ -1,6 +1,7 @@
-// Norm, rotate, quantise and write rows of 512 bfloat16 channels as records, a warp a row: a lane has 16 neighbouring channels.
+// Records of 512 bfloat16 channels, a warp a row: a lane has 16 neighbouring channels. Rows are normalised, rotated, quantised and
+// written, or read back.
 // FORMAT 0: 512 e4m3, a power of two for 32. FORMAT 1: 512 e2m1, an e4m3 scale for 16. FORMAT 3: V4's planar record.
-// NORM: an RMS norm first. TURN: the last 32 pairs are rotated.
+// NORM: an RMS norm first. TURN: the last 32 pairs are rotated. BLOCKS: at least so many on a multiprocessor.
 #include "hopper.cuh"
 
 #ifndef FORMAT
@@ -50,12 +51,37 @@ __device__ __forceinline__ u32 half_pair(float lo, float hi) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
     return d;
 }
-__device__ __forceinline__ float e4m3_value(u32 code) {
-    u32 pair;
+__device__ __forceinline__ u32 e4m3_halves(u32 codes) {
+    u32 d;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(u16(codes)));
+    return d;
+}
+__device__ __forceinline__ float half_low(u32 pair) {
     float d;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(u16(code)));
     asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, lo;\n}" : "=f"(d) : "r"(pair));
     return d;
+}
+__device__ __forceinline__ float half_high(u32 pair) { return half_low(pair >> 16); }
+__device__ __forceinline__ float e4m3_value(u32 code) { return half_low(e4m3_halves(code)); }
+__device__ __forceinline__ float e8m0_value(int exponent) {
+    return __int_as_float(exponent == 0 ? 0x00400000 : exponent == 255 ? 0x7fc00000 : exponent << 23);
+}
+
+struct Pool {
+    u8* start;
+    i64 stride_page, stride_row;
+    int page_shift, page_size;  // a page has 2^page_shift rows, or, where that is -1, page_size
+};
+struct Place {
+    u8 *record, *scales;
+};
+__device__ __forceinline__ Place find(const Pool& pool, i64 slot) {
+    const i64 page = pool.page_shift >= 0 ? slot >> pool.page_shift : slot / pool.page_size;
+    const i64 inside = pool.page_shift >= 0 ? slot & ((i64(1) << pool.page_shift) - 1) : slot % pool.page_size;
+    u8* start = pool.start + page * pool.stride_page;
+    if (FORMAT == 3) return {start + inside * 576, start + pool.page_size * i64(576) + inside * 8};
+    u8* record = start + inside * pool.stride_row;
+    return {record, record + (FORMAT == 1 ? 256 : 512)};
 }
 
 // Two pairs of values over a scale, `over` its inverse times 2^-14, as e2m1 codes: a byte each in the low byte of each half.
@@ -149,7 +175,7 @@ __device__ __forceinline__ void write_record(const u32 (&v)[8], u8* record, u8* 
         const u32 low = prmt(e2m1_bytes(v[0], v[1], over), e2m1_bytes(v[2], v[3], over), 0x6420);
         const u32 high = prmt(e2m1_bytes(v[4], v[5], over), e2m1_bytes(v[6], v[7], over), 0x6420);
         *reinterpret_cast<uint2*>(record + lane * 8) = make_uint2(low, high);
-        record[256 + lane] = u8(code);
+        scales[lane] = u8(code);
         return;
     }
     // A power of two, and its inverse.
@@ -163,7 +189,7 @@ __device__ __forceinline__ void write_record(const u32 (&v)[8], u8* record, u8* 
                    e4m3_pair(bf16_low(v[2 * k + 1]) * over, bf16_high(v[2 * k + 1]) * over) << 16;
     if (FORMAT == 0) {
         *reinterpret_cast<uint4*>(record + lane * 16) = make_uint4(codes[0], codes[1], codes[2], codes[3]);
-        if (lane % 2 == 0) record[512 + lane / 2] = u8(exponent);
+        if (lane % 2 == 0) scales[lane / 2] = u8(exponent);
         return;
     }
     if (lane < 28)
@@ -176,10 +202,11 @@ __device__ __forceinline__ void write_record(const u32 (&v)[8], u8* record, u8* 
 }
 
 // x: rows `stride` bytes apart, 16 bytes aligned as the pool is; weight [512] bfloat16; cos, sin float32, rows table_stride apart;
-// slots int32 or (wide) int64, negative: nothing is written. page_shift: of a page of 2^page_shift rows, or -1 for page_size rows.
+// slots int32 or (wide) int64, negative: nothing is written.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     insert_records(const u8* x, int stride, const u32* weight, float eps, const float* cos, const float* sin, int table_stride,
-                   const void* slots, int wide, u8* pool, i64 stride_page, i64 stride_row, int page_shift, int page_size, int rows) {
+                   const void* slots, int wide, u8* pool_start, i64 stride_page, i64 stride_row, int page_shift, int page_size, int rows) {
+    const Pool pool{pool_start, stride_page, stride_row, page_shift, page_size};
     __shared__ __align__(16) u32 turned[WARPS][32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, step = gridDim.x * WARPS;
     const u32 pairs = shared_address(turned[warp]);
@@ -205,12 +232,50 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         u32 v[8] = {r.a.x, r.a.y, r.a.z, r.a.w, r.b.x, r.b.y, r.b.z, r.b.w};
         if (NORM) normalise(v, scale, eps);
         if (TURN) rotate(v, pairs, r.cos, r.sin, lane);
-        const i64 page = page_shift >= 0 ? r.slot >> page_shift : r.slot / page_size;
-        const i64 inside = page_shift >= 0 ? r.slot & ((i64(1) << page_shift) - 1) : r.slot % page_size;
-        u8* start = pool + page * stride_page;
-        if (FORMAT == 3)
-            write_record(v, start + inside * 576, start + page_size * i64(576) + inside * 8, lane);
-        else
-            write_record(v, start + inside * stride_row, nullptr, lane);
+        const Place place = find(pool, r.slot);
+        write_record(v, place.record, place.scales, lane);
+    }
+}
+
+// out [count, 512] bfloat16: the records at slots; zeros where a slot is negative or from pool_slots on.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+    gather_records(u8* pool_start, i64 stride_page, i64 stride_row, int page_shift, int page_size, i64 pool_slots, const void* slots,
+                   int wide, u8* out, int count) {
+    const Pool pool{pool_start, stride_page, stride_row, page_shift, page_size};
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, step = gridDim.x * WARPS;
+    wait_for_kernels();
+    for (int row = blockIdx.x * WARPS + warp; row < count; row += step) {
+        const i64 slot = wide ? static_cast<const i64*>(slots)[row] : static_cast<const int*>(slots)[row];
+        u32 v[8] = {};
+        if (slot >= 0 && slot < pool_slots) {
+            const Place place = find(pool, slot);
+            if (FORMAT == 1) {
+                const uint2 codes = *reinterpret_cast<const uint2*>(place.record + lane * 8);
+                const float scale = e4m3_value(place.scales[lane]) * 16384.0f;
+#pragma unroll
+                for (int k = 0; k < 8; ++k) {
+                    const u32 byte = (k < 4 ? codes.x : codes.y) >> 8 * (k & 3);
+                    // Both codes as float16 times 2^-14, see e2m1_bytes.
+                    const u32 pair = (byte & 7) << 9 | (byte & 8) << 12 | (byte & 0x70) << 21 | (byte & 0x80) << 24;
+                    v[k] = pack_bf16(half_low(pair) * scale, half_high(pair) * scale);
+                }
+            } else if (FORMAT == 0 || lane < 28) {
+                const uint4 codes = *reinterpret_cast<const uint4*>(place.record + lane * 16);
+                const float scale = e8m0_value(place.scales[FORMAT == 3 ? lane / 4 : lane / 2]);
+                const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+                for (int k = 0; k < 8; ++k) {
+                    const u32 pair = e4m3_halves(words[k / 2] >> 16 * (k & 1));
+                    v[k] = pack_bf16(half_low(pair) * scale, half_high(pair) * scale);
+                }
+            } else {
+                const uint4* tail = reinterpret_cast<const uint4*>(place.record + 448 + (lane - 28) * 32);
+                const uint4 first = tail[0], second = tail[1];
+                v[0] = first.x, v[1] = first.y, v[2] = first.z, v[3] = first.w;
+                v[4] = second.x, v[5] = second.y, v[6] = second.z, v[7] = second.w;
+            }
+        }
+        uint4* to = reinterpret_cast<uint4*>(out + i64(row) * 1024 + lane * 32);
+        to[0] = make_uint4(v[0], v[1], v[2], v[3]), to[1] = make_uint4(v[4], v[5], v[6], v[7]);
     }
 }
