@@ -83,7 +83,7 @@ def rope(x: torch.Tensor, table: Any, *, inverse: bool = False, inplace: bool = 
     cos, sin = cos.contiguous(), sin.contiguous()
     out = view if inplace else torch.empty(view.shape, dtype=x.dtype, device=x.device)
     if t:
-        bh = min(16 if inplace else 8, 1 << (heads - 1).bit_length())
+        bh = min(8 if not inplace else 64 if t >= 1024 else 16, 1 << (heads - 1).bit_length())
         rope_kernel[(t, -(-heads // bh))](
             view, view.stride(0), view.stride(1), out, out.stride(0), out.stride(1), cos, sin, pairs,
             heads, n, pairs, INVERSE=inverse, COPY=not inplace, BH=bh, D=_power(n), P=_power(pairs), num_warps=4,
@@ -440,7 +440,7 @@ def engram_gather(
     if rows.numel():
         codes = table.view(torch.uint8) if scale is not None else table
         scales = scale.view(torch.uint8).contiguous() if scale is not None else None
-        block = 16 if rows.numel() >= 4096 else 8
+        block = 32 if rows.numel() >= 1 << 16 else 16 if rows.numel() >= 4096 else 8
         engram_gather_kernel[(-(-rows.numel() // block),)](
             codes, scales, rows.contiguous(), rows.numel(), out, HAS_SCALE=scale is not None, WIDTH=n,
             D=max(32, _power(n)), BR=block, HARDWARE=device_arch(table.device) != 0, num_warps=4,

@@ -276,6 +276,10 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, int tiles, 
     }
 }
 
+__device__ __forceinline__ float weighted(float a, float b, float c, float d, const float (&factor)[4], float eps) {
+    return fmaf(b, factor[1], a * factor[0]) + fmaf(d, factor[3], fmaf(c, factor[2], eps));
+}
+
 // Coefficients of this block's token of every other tile.
 __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, const float* base,
                                              const float* scale, float* pre, float* post, float* comb, int iterations, float eps,
@@ -313,21 +317,29 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Tiles ti
 #pragma unroll
             for (int o = 0; o < 4; ++o) c[i][o] = c[i][o] * factor + eps;
         }
-        for (int k = 0; k < iterations; ++k) {
-            if (k)
+        // Columns, then rows and columns in turn. A half sums products with the factors of the half before and applies those
+        // beside: the way from factors to factors is what takes long.
+        float row[4] = {1, 1, 1, 1}, column[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float factor = inverse((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]) + eps);
+        for (int o = 0; o < 4; ++o) column[o] = inverse(weighted(c[0][o], c[1][o], c[2][o], c[3][o], row, eps));
+        for (int k = 1; k < iterations; ++k) {
 #pragma unroll
-                    for (int o = 0; o < 4; ++o) c[i][o] *= factor;
-                }
+            for (int i = 0; i < 4; ++i) {
+                row[i] = inverse(weighted(c[i][0], c[i][1], c[i][2], c[i][3], column, eps));
+#pragma unroll
+                for (int o = 0; o < 4; ++o) c[i][o] *= column[o];
+            }
 #pragma unroll
             for (int o = 0; o < 4; ++o) {
-                const float factor = inverse((c[0][o] + c[1][o]) + (c[2][o] + c[3][o]) + eps);
+                column[o] = inverse(weighted(c[0][o], c[1][o], c[2][o], c[3][o], row, eps));
 #pragma unroll
-                for (int i = 0; i < 4; ++i) c[i][o] *= factor;
+                for (int i = 0; i < 4; ++i) c[i][o] *= row[i];
             }
         }
+#pragma unroll
+        for (int o = 0; o < 4; ++o)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) c[i][o] *= column[o];
         if (lane == 0)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
