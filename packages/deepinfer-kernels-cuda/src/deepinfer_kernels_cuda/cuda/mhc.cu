@@ -103,8 +103,8 @@ struct Barriers {
 };
 
 // One tile of one warp: 32 channels of 8 tokens.
-__device__ __forceinline__ void update_tile(u32 shared, int slot, int row_slot, int group, int lane, float (&acc)[3][4],
-                                            float& square, float& row_square) {
+__device__ __forceinline__ void update_tile(u32 shared, int slot, int row_slot, int group, int lane, u8* target, bool here,
+                                            float (&acc)[3][4], float& square, float& row_square) {
     const int token = lane >> 2, quad = lane & 3;
     const u32 streams = shared + STREAM_AT + slot * STREAM_SLOT + token * STREAM_PITCH + group * 64 + quad * 16;
     const u32 row = shared + ROW_AT + row_slot * ROW_SLOT + token * ROW_PITCH + group * 64 + quad * 16;
@@ -164,16 +164,29 @@ __device__ __forceinline__ void update_tile(u32 shared, int slot, int row_slot, 
     store_shared4(row, packed[0].x, packed[0].y, packed[0].z, packed[0].w);
 #pragma unroll
     for (int o = 0; o < 4; ++o)
+#ifdef DIRECT
+        if (here) *reinterpret_cast<uint4*>(target + o * (2ull * RANKS * CHANNELS)) = packed[1 + o];
+#else
         store_shared4(streams + o * ROW, packed[1 + o].x, packed[1 + o].y, packed[1 + o].z, packed[1 + o].w);
+#endif
 }
 
-__device__ __forceinline__ void compute(u32 shared, Barriers bars, int tiles, int group, int lane) {
+struct Tiles {
+    int first, step, count, tokens;
+    __device__ int token(int n) const { return (first + n * step) * TOKENS; }
+    __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
+    __device__ int here(int n, int half) const { return min(4, max(0, here(n) - 4 * half)); }
+};
+
+__device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, int group, int lane, u32 rank, u8* streams) {
     barrier_wait(bars.constants(), 0);
     const int quad = lane & 3;
-    for (int n = 0; n < tiles; ++n) {
+    for (int n = 0; n < tiles.count; ++n) {
         barrier_wait(bars.full(n), n / SLOTS & 1);
+        const bool here = lane >> 2 < tiles.here(n);
+        u8* target = streams + (tiles.token(n) + (lane >> 2)) * (8ull * RANKS * CHANNELS) + rank * ROW + group * 64 + quad * 16;
         float acc[3][4] = {}, square = 0, row_square = 0;
-        update_tile(shared, n % SLOTS, n % Y_SLOTS, group, lane, acc, square, row_square);
+        update_tile(shared, n % SLOTS, n % Y_SLOTS, group, lane, target, here, acc, square, row_square);
         fence_async_shared();
         square += __shfl_xor_sync(~0u, square, 1), row_square += __shfl_xor_sync(~0u, row_square, 1);
         square += __shfl_xor_sync(~0u, square, 2), row_square += __shfl_xor_sync(~0u, row_square, 2);
@@ -192,13 +205,6 @@ __device__ __forceinline__ void compute(u32 shared, Barriers bars, int tiles, in
         if (lane == 0) barrier_arrive(bars.done(n));
     }
 }
-
-struct Tiles {
-    int first, step, count, tokens;
-    __device__ int token(int n) const { return (first + n * step) * TOKENS; }
-    __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
-    __device__ int here(int n, int half) const { return min(4, max(0, here(n) - 4 * half)); }
-};
 
 __device__ __forceinline__ void load_tiles(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, int half,
                                            const u8* streams, const u8* output, const u8* post, const u8* comb, const u8* pre) {
@@ -228,11 +234,13 @@ __device__ __forceinline__ void store_tiles(u32 shared, Barriers bars, Tiles til
     for (int n = 0; n < tiles.count; ++n) {
         barrier_wait(bars.done(n), n / SLOTS & 1);
         const int of = 4 * half + (lane >> 2);
+#ifndef DIRECT
         if (lane < 4 * tiles.here(n, half))
             copy_out(streams + ((tiles.token(n) + of) * 4ull + (lane & 3)) * width + rank * ROW,
                      shared + STREAM_AT + n % SLOTS * STREAM_SLOT + of * STREAM_PITCH + (lane & 3) * ROW, ROW);
         copies_commit();
         copies_read();
+#endif
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.stored(n));
     }
@@ -424,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Multiprocessors have four schedulers, warps go to them in turn: the busy ones of these to those with fewer that compute.
     const int role = warp - GROUPS;
     if (role < 0)
-        compute(shared, bars, tiles.count, warp, lane);
+        compute(shared, bars, tiles, warp, lane, rank, new_streams);
     else if (role == 0)
         finish_mixes(shared, bars, tiles, lane, rank, base, scale, new_pre, new_post, new_comb, iterations, eps, mix_eps);
     else if (role == 1 || role == 5)
