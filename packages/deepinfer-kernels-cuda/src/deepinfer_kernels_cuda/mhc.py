@@ -209,7 +209,7 @@ def _cluster_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
     rows = 4 * 8 * (row + (0 if groups % 2 else 64))
     sums = groups * 8 * 28 * 4 + 4 * _RANKS * 8 * 4 + 2 * _RANKS * 28 * 4 + 32
     shared = groups * 12288 + 3 * 8 * (4 * row + 64) + rows + row + 3 * 8 * 96 + sums + 8 * (3 * 3 + 4 + 8)
-    return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPiifff", threads=32 * (groups + 8), shared=shared,
+    return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPiifff", threads=32 * (groups + 6), shared=shared,
                         defines=(f"GROUPS={groups}", *defines))  # fmt: skip
 
 

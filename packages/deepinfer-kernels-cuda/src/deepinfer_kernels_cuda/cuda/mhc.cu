@@ -5,8 +5,8 @@
 // owns 32 channels: its values are the right operand of the matrix unit (channels in an order that makes a thread's share of a
 // row 16 bytes). What needs whole rows (square sums, projections) crosses the cluster as one message a block and tile.
 //
-// Warps: GROUPS that compute; two that load, two that store streams and two that normalise, half of a tile's tokens each; one
-// that sums and sends and one that finishes mixes. A warp's bulk copies are issued one after the other, hence two.
+// Warps: GROUPS that compute; two that normalise, half of a tile's tokens each; one each that loads, stores streams, sums and
+// sends, and finishes mixes.
 #include "hopper.cuh"
 
 #ifndef GROUPS
@@ -17,7 +17,7 @@
 #endif
 
 constexpr int RANKS = 16, TOKENS = 8, SLOTS = 3;
-constexpr int THREADS = 32 * (GROUPS + 8);
+constexpr int THREADS = 32 * (GROUPS + 6);
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
 constexpr u32 STREAM_PITCH = 4 * ROW + 64;                   // of a token: the next one's pieces lie in other banks
@@ -175,7 +175,6 @@ struct Tiles {
     int first, step, count, tokens;
     __device__ int token(int n) const { return (first + n * step) * TOKENS; }
     __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
-    __device__ int here(int n, int half) const { return min(4, max(0, here(n) - 4 * half)); }
 };
 
 __device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, int group, int lane, u32 rank, u8* streams) {
@@ -206,45 +205,66 @@ __device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, 
     }
 }
 
-__device__ __forceinline__ void load_tiles(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, int half,
-                                           const u8* streams, const u8* output, const u8* post, const u8* comb, const u8* pre) {
+// One thread of a warp that is together, always the same. Only under this, and with addresses that the whole warp shares, does
+// the compiler issue bulk copies without a loop over the warp's threads.
+__device__ __forceinline__ bool elected() {
+    u32 one;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
+    return one;
+}
+
+__device__ __forceinline__ void load_tiles(u32 shared, Barriers bars, Tiles tiles, u32 rank, const u8* streams, const u8* output,
+                                           const u8* post, const u8* comb, const u8* pre) {
     const u64 width = 2ull * RANKS * CHANNELS;
     for (int n = 0; n < tiles.count; ++n) {
         if (n >= SLOTS) barrier_wait(bars.stored(n), (n / SLOTS - 1) & 1);
         if (n >= Y_SLOTS) barrier_wait(bars.normalised(n), (n / Y_SLOTS - 1) & 1);
-        const u32 bar = bars.full(n), here = tiles.here(n, half), all = tiles.here(n);
+        const u32 bar = bars.full(n);
+        const int here = tiles.here(n);
         const u64 token = tiles.token(n);
-        if (lane == 0) barrier_expect(bar, here * 5 * ROW + (half ? 0 : all * 96));
-        __syncwarp();
         const u32 slot = shared + STREAM_AT + n % SLOTS * STREAM_SLOT, rows = shared + ROW_AT + n % Y_SLOTS * ROW_SLOT;
-        const int row = lane & 15, of = 4 * half + (row >> 2);
-        if (row < 4 * here && lane < 16)
-            copy_in(slot + of * STREAM_PITCH + (row & 3) * ROW, streams + ((token + of) * 4 + (row & 3)) * width + rank * ROW, ROW, bar);
-        if (row < here && lane >= 16)
-            copy_in(rows + (4 * half + row) * ROW_PITCH, output + (token + 4 * half + row) * width + rank * ROW, ROW, bar);
         const u32 mix = shared + MIX_AT + n % SLOTS * MIX;
-        if (half == 0 && lane == 20) copy_bulk(mix, comb + token * 64, all * 64, bar);
-        if (half == 0 && lane == 21) copy_bulk(mix + TOKENS * 64, post + token * 16, all * 16, bar);
-        if (half == 0 && lane == 22) copy_bulk(mix + TOKENS * 80, pre + token * 16, all * 16, bar);
+        const u8 *from = streams + token * 4 * width + rank * ROW, *row = output + token * width + rank * ROW;
+        if (elected()) {
+            barrier_expect(bar, here * (5 * ROW + 96));
+            copy_bulk(mix, comb + token * 64, here * 64, bar);
+            copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
+            copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
+#pragma unroll 2
+            for (int k = 0; k < here; ++k) {
+                copy_in(rows + k * ROW_PITCH, row + k * width, ROW, bar);
+#pragma unroll
+                for (int stream = 0; stream < 4; ++stream)
+                    copy_in(slot + k * STREAM_PITCH + stream * ROW, from + (4 * k + stream) * width, ROW, bar);
+            }
+        }
+        __syncwarp();
     }
 }
 
-__device__ __forceinline__ void store_tiles(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, int half, u8* streams) {
+__device__ __forceinline__ void store_tiles(u32 shared, Barriers bars, Tiles tiles, u32 rank, u8* streams) {
     const u64 width = 2ull * RANKS * CHANNELS;
     for (int n = 0; n < tiles.count; ++n) {
         barrier_wait(bars.done(n), n / SLOTS & 1);
-        const int of = 4 * half + (lane >> 2);
+        const u32 slot = shared + STREAM_AT + n % SLOTS * STREAM_SLOT;
+        const int here = tiles.here(n);
+        u8* to = streams + tiles.token(n) * 4 * width + rank * ROW;
+        if (elected()) {
 #ifndef DIRECT
-        if (lane < 4 * tiles.here(n, half))
-            copy_out(streams + ((tiles.token(n) + of) * 4ull + (lane & 3)) * width + rank * ROW,
-                     shared + STREAM_AT + n % SLOTS * STREAM_SLOT + of * STREAM_PITCH + (lane & 3) * ROW, ROW);
-        copies_commit();
-        copies_read();
+#pragma unroll 2
+            for (int k = 0; k < here; ++k)
+#pragma unroll
+                for (int stream = 0; stream < 4; ++stream)
+                    copy_out(to + (4 * k + stream) * width, slot + k * STREAM_PITCH + stream * ROW, ROW);
+            copies_commit();
+            copies_read();
 #endif
+            barrier_arrive(bars.stored(n));
+        }
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.stored(n));
     }
-    copies_done();
+    if (elected()) copies_done();
+    __syncwarp();
 }
 
 // Sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for its owner.
@@ -385,14 +405,18 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Tiles tiles
         }
         fence_async_shared();
         __syncwarp();
-        if (lane < 4 && first + lane < tiles.here(n))
-            copy_out(x + (tiles.token(n) + first + lane) * width + rank * ROW, rows + lane * ROW_PITCH, ROW);
-        copies_commit();
-        copies_read();
+        const int here = min(4, tiles.here(n) - first);
+        u8* to = x + (tiles.token(n) + first) * width + rank * ROW;
+        if (elected()) {
+            for (int k = 0; k < here; ++k) copy_out(to + k * width, rows + k * ROW_PITCH, ROW);
+            copies_commit();
+            copies_read();
+            barrier_arrive(bars.normalised(n));
+        }
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.normalised(n));
     }
-    copies_done();
+    if (elected()) copies_done();
+    __syncwarp();
 }
 
 // streams [t, 4, d], output [t, d], weight [d], new_streams, x: bfloat16. post, pre [t, 4], comb [t, 4, 4]: float32.
@@ -403,15 +427,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
              int tokens, int iterations, float eps, float mix_eps, float norm_eps) {
     extern __shared__ __align__(1024) u8 memory[];
     const u32 shared = shared_address(memory), rank = cluster_rank();
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     const Barriers bars{shared + BARRIERS_AT};
     const int clusters = gridDim.x / RANKS, cluster = blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
     const Tiles tiles{cluster, clusters, (all - cluster + clusters - 1) / clusters, tokens};
     if (threadIdx.x == 0) {
         for (int n = 0; n < SLOTS; ++n) {
-            barrier_init(bars.full(n), 2);
+            barrier_init(bars.full(n), 1);
             barrier_init(bars.done(n), GROUPS);
-            barrier_init(bars.stored(n), 2);
+            barrier_init(bars.stored(n), 1);
         }
         for (int n = 0; n < Y_SLOTS; ++n) barrier_init(bars.normalised(n), 2);
         for (int n = 0; n < 4; ++n) barrier_init(bars.message(n), RANKS);
@@ -437,12 +461,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         finish_mixes(shared, bars, tiles, lane, rank, base, scale, new_pre, new_post, new_comb, iterations, eps, mix_eps);
     else if (role == 1 || role == 5)
         normalise(shared, bars, tiles, lane, rank, role == 1 ? 0 : 4, x, norm_eps);
-    else if (role == 2 || role == 3)
-        load_tiles(shared, bars, tiles, lane, rank, role - 2, streams, output, post, comb, pre);
-    else if (role == 4)
-        send_sums(shared, bars, tiles.count, lane, rank);
+    else if (role == 2)
+        load_tiles(shared, bars, tiles, rank, streams, output, post, comb, pre);
+    else if (role == 3)
+        store_tiles(shared, bars, tiles, rank, new_streams);
     else
-        store_tiles(shared, bars, tiles, lane, rank, role - 6, new_streams);
+        send_sums(shared, bars, tiles.count, lane, rank);
     __syncwarp();
     cluster_sync();
 }
