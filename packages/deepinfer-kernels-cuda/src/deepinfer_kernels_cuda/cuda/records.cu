@@ -88,8 +88,9 @@ __device__ __forceinline__ Place find(const Pool& pool, i64 slot) {
 // Times 2^-14 the values 0 .. 6 take float16's subnormal and first normal exponents just as e2m1 has them, so that rounding bits
 // rounds values. float16 keeps ties: a bfloat16 over an e4m3 number is a tie or off by 1/300 and more.
 __device__ __forceinline__ u32 e2m1_bytes(u32 first, u32 second, float over) {
-    const u32 even = half_pair(bf16_low(first) * over, bf16_low(second) * over);
-    const u32 odd = half_pair(bf16_high(first) * over, bf16_high(second) * over);
+    const auto scaled = [over](float value) { return __fmaf_rn(value, over, 0.0f); };  // -0 becomes 0
+    const u32 even = half_pair(scaled(bf16_low(first)), scaled(bf16_low(second)));
+    const u32 odd = half_pair(scaled(bf16_high(first)), scaled(bf16_high(second)));
     const auto rounded = [](u32 pair) {
         u32 size = pair & 0x7fff7fffu;
         asm("min.f16x2 %0, %0, %1;" : "+r"(size) : "r"(0x0e000e00u));  // 6
