@@ -180,6 +180,7 @@ struct Tiles {
 __device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, int group, int lane, u32 rank, u8* streams) {
     barrier_wait(bars.constants(), 0);
     const int quad = lane & 3;
+#pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
         barrier_wait(bars.full(n), n / SLOTS & 1);
         const bool here = lane >> 2 < tiles.here(n);
@@ -216,6 +217,7 @@ __device__ __forceinline__ bool elected() {
 __device__ __forceinline__ void load_tiles(u32 shared, Barriers bars, Tiles tiles, u32 rank, const u8* streams, const u8* output,
                                            const u8* post, const u8* comb, const u8* pre) {
     const u64 width = 2ull * RANKS * CHANNELS;
+#pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
         if (n >= SLOTS) barrier_wait(bars.stored(n), (n / SLOTS - 1) & 1);
         if (n >= Y_SLOTS) barrier_wait(bars.normalised(n), (n / Y_SLOTS - 1) & 1);
@@ -244,6 +246,7 @@ __device__ __forceinline__ void load_tiles(u32 shared, Barriers bars, Tiles tile
 
 __device__ __forceinline__ void store_tiles(u32 shared, Barriers bars, Tiles tiles, u32 rank, u8* streams) {
     const u64 width = 2ull * RANKS * CHANNELS;
+#pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
         barrier_wait(bars.done(n), n / SLOTS & 1);
         const u32 slot = shared + STREAM_AT + n % SLOTS * STREAM_SLOT;
@@ -269,6 +272,7 @@ __device__ __forceinline__ void store_tiles(u32 shared, Barriers bars, Tiles til
 
 // Sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for its owner.
 __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, int tiles, int lane, u32 rank) {
+#pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
         barrier_wait(bars.done(n), n / SLOTS & 1);
         float4 sums[2];
@@ -315,6 +319,7 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Tiles ti
     // Lanes 0..15 comb, 16..19 pre, 20..23 post, as the sums lie; base and scale have pre, post, comb.
     const float bias = lane < 16 ? base[8 + lane] : lane < 24 ? base[lane - 16] : 0.0f;
     const float factor = lane < 16 ? scale[2] : lane < 20 ? scale[0] : scale[1];
+#pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
         cluster_wait(bars.message(n), n >> 2 & 1);
         const int mine = int(rank) - 8 * (n & 1);
@@ -350,6 +355,7 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Tiles ti
         float row[4] = {1, 1, 1, 1}, column[4];
 #pragma unroll
         for (int o = 0; o < 4; ++o) column[o] = inverse(weighted(c[0][o], c[1][o], c[2][o], c[3][o], row, eps));
+#pragma unroll 1
         for (int k = 1; k < iterations; ++k) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -380,6 +386,7 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Tiles tiles
                                           float norm_eps) {
     const u64 width = 2ull * RANKS * CHANNELS;
     barrier_wait(bars.constants(), 0);
+#pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
         cluster_wait(bars.message(n), n >> 2 & 1);
         const u32 from = shared + SQUARES_AT + ((n & 3) * RANKS + (lane & 7)) * TOKENS * 4 + (first + (lane >> 3)) * 4;
@@ -431,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Barriers bars{shared + BARRIERS_AT};
     const int clusters = gridDim.x / RANKS, cluster = blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
     const Tiles tiles{cluster, clusters, (all - cluster + clusters - 1) / clusters, tokens};
-    if (threadIdx.x == 0) {
+    if (warp == 0 && elected()) {
         for (int n = 0; n < SLOTS; ++n) {
             barrier_init(bars.full(n), 1);
             barrier_init(bars.done(n), GROUPS);
