@@ -3,20 +3,18 @@
 """The seam of hyper-connections and the record inserts: each way of running them checked against float64, then timed.
 
 `python benchmarks/cases/gpu_rows.py mhc|records [--way NAME] [--tokens N ...] [--check]`. The ways of mhc: `triton` (streams
-in registers, or two passes) and `cluster` (one kernel), with macros of its source after a comma; of records: `triton`, and
-`warps` with its blocks a multiprocessor. Ceilings: bytes over the copy rate of this run.
+in registers, or two passes) and `cluster` (one kernel); of records: 0 (Triton) or a number of blocks a multiprocessor.
+Ceilings: bytes over the copy rate of this run.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 from typing import Any
 
 import deepinfer_kernels_cuda as kernels
 import torch
 from deepinfer_kernels_cuda import mhc, rows
-from deepinfer_kernels_cuda.native import NativeKernel
 from deepinfer_kernels_cuda.reference import records
 from gpu_bench import measure_ceilings, time_cold, time_warm
 from gpu_next import time_clean
@@ -32,21 +30,8 @@ def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def take_way(way: str) -> None:
-    """Make `mhc_step` run one way."""
-    name, *defines = way.split(",")
-    if name == "triton":
-        mhc._clustered = lambda *_: False
-        return
-    made = mhc._cluster_kernel
-
-    @functools.lru_cache(maxsize=8)
-    def kernel(groups: int) -> NativeKernel:
-        plain = made(groups)
-        extra = sum(5640 * (int(each[8:]) - 4) for each in defines if each.startswith("Y_SLOTS="))
-        return NativeKernel(plain.source, plain.entry, "PPPPPPPPPPPPPPiifff", threads=plain.threads,
-                            shared=plain.shared + extra, defines=(*plain.defines, *defines))  # fmt: skip
-
-    mhc._cluster_kernel = kernel
+    """Make `mhc_step` run one way, whatever the number of tokens."""
+    mhc._CLUSTER_TOKENS = range(1 << 30) if way == "cluster" else ()
 
 
 def mhc_inputs(t: int, d: int) -> tuple[tuple, dict]:
@@ -175,10 +160,9 @@ class Insert:
 
 
 def use_warps(blocks: int) -> None:
-    """Which kernels insert and gather: 0 is Triton's."""
+    """Which kernel inserts: 0 is Triton's."""
     rows._WARP_ROWS = 1 if blocks else 1 << 30
-    if blocks:
-        rows._INSERT_BLOCKS, rows._GATHER_BLOCKS = blocks, 2 * blocks
+    rows._WARP_BLOCKS = blocks or 4
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

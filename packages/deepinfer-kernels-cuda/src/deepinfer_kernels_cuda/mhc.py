@@ -1,8 +1,8 @@
 """Hyper-connections: the fused step, and its parts under the names of the portable ops.
 
-On Hopper a whole seam of four bfloat16 streams is one kernel (`cuda/mhc.cu`). Of what is left, up to `_ONE_PASS_TOKENS`
-tokens take the one-pass kernel and its closing kernel (`kernels/mhc_stream.py`); everything else, and Triton's interpreter,
-the general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
+On Hopper a whole seam of four bfloat16 streams and a few hundred to some thousand tokens is one kernel (`cuda/mhc.cu`). Of
+what is left, up to `_ONE_PASS_TOKENS` tokens take the one-pass kernel and its closing kernel (`kernels/mhc_stream.py`);
+everything else, and Triton's interpreter, the general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
 """
 
 from __future__ import annotations
@@ -200,6 +200,7 @@ def _stream(streams, fn, base, scale, *, iterations, eps, mix_eps, output=None, 
 
 
 _RANKS = 16
+_CLUSTER_TOKENS = range(512, 4097)  # where one kernel is faster than two or three (H200)
 
 
 @functools.lru_cache(maxsize=8)
@@ -209,7 +210,7 @@ def _cluster_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
     rows = 4 * 8 * (row + (0 if groups % 2 else 64))
     sums = groups * 8 * 28 * 4 + 4 * _RANKS * 8 * 4 + 2 * _RANKS * 28 * 4 + 32
     shared = groups * 12288 + 3 * 8 * (4 * row + 64) + rows + row + 3 * 8 * 96 + sums + 8 * (3 * 3 + 4 + 8)
-    return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPiifff", threads=32 * (groups + 6), shared=shared,
+    return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPiifff", threads=32 * (groups + 8), shared=shared,
                         defines=(f"GROUPS={groups}", *defines))  # fmt: skip
 
 
@@ -228,7 +229,8 @@ def _clustered(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles:
     """Whether one kernel does the whole step; `halves` it takes in bfloat16, `singles` in float32."""
     d = streams.shape[2]
     return (
-        streams.shape[1] == 4
+        streams.shape[0] in _CLUSTER_TOKENS
+        and streams.shape[1] == 4
         and d % 1024 == 0
         and d <= 5120
         and all(x.dtype == torch.bfloat16 for x in (streams, *halves))

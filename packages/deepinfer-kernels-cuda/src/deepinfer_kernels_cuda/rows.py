@@ -19,8 +19,7 @@ from .overlap import overlap
 
 _FUSED_ROWS = 256  # up to here a launch costs more than the rows
 _WARP_ROWS = 1024  # from here on a warp a row
-_INSERT_BLOCKS, _GATHER_BLOCKS = 4, 8  # of eight warps on a multiprocessor
-_RECORD_ARGUMENTS = {"insert_records": "PiPfPPiPiPqqiii", "gather_records": "PqqiiqPiPi"}
+_WARP_BLOCKS = 4  # of eight warps on a multiprocessor
 _PLANAR = 3  # number of V4's planar record inside `cuda/records.cu`
 
 
@@ -93,13 +92,13 @@ def rope(x: torch.Tensor, table: Any, *, inverse: bool = False, inplace: bool = 
 
 
 @functools.lru_cache(maxsize=32)
-def _record_kernel(entry: str, fmt: int, blocks: int, norm: bool = True, turn: bool = True) -> NativeKernel:
+def _insert_kernel(fmt: int, blocks: int, norm: bool, turn: bool) -> NativeKernel:
     defines = (f"FORMAT={fmt}", f"NORM={int(norm)}", f"TURN={int(turn)}", f"BLOCKS={blocks}")
-    return NativeKernel("records.cu", entry, _RECORD_ARGUMENTS[entry], threads=256, defines=defines)
+    return NativeKernel("records.cu", "insert_records", "PiPfPPiPiPqqiii", threads=256, defines=defines)
 
 
 def _by_warps(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, geometry: tuple[int, int, int]) -> bool:
-    """Whether `cuda/records.cu` writes or reads these rows; geometry is rows a page, bytes between pages and between rows."""
+    """Whether `cuda/records.cu` writes these rows; geometry is rows a page, bytes between pages and between rows."""
     return (
         rows.shape[0] >= _WARP_ROWS
         and rows.shape[1] == V4.channels
@@ -133,30 +132,10 @@ def _insert_by_warps(
         x, scale, cos, sin, at, to = (
             0 if tensor is None else tensor.data_ptr() for tensor in (values, weight, *tables, slots, pool)
         )
-        blocks = min(-(-values.shape[0] // 8), _INSERT_BLOCKS * sm_count(values.device))
-        _record_kernel("insert_records", fmt, _INSERT_BLOCKS, weight is not None, pairs > 0)(
+        blocks = min(-(-values.shape[0] // 8), _WARP_BLOCKS * sm_count(values.device))
+        _insert_kernel(fmt, _WARP_BLOCKS, weight is not None, pairs > 0)(
             (blocks, 1, 1), x, 2 * values.stride(0), scale, eps, cos, sin, pairs, at, int(slots.dtype == torch.int64), to,
             stride_page, stride_row, _page_shift(page_size), page_size, values.shape[0], device=values.device,
-        )  # fmt: skip
-    return able
-
-
-def _gather_by_warps(
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    out: torch.Tensor,
-    fmt: int,
-    geometry: tuple[int, int, int],
-    pool_slots: int,
-) -> bool:
-    """Read the records where `cuda/records.cu` can; else nothing, and False."""
-    able = _by_warps(pool, slots, out, geometry)
-    if able:
-        page_size, stride_page, stride_row = geometry
-        blocks = min(-(-out.shape[0] // 8), _GATHER_BLOCKS * sm_count(out.device))
-        _record_kernel("gather_records", fmt, _GATHER_BLOCKS)(
-            (blocks, 1, 1), pool.data_ptr(), stride_page, stride_row, _page_shift(page_size), page_size, pool_slots,
-            slots.data_ptr(), int(slots.dtype == torch.int64), out.data_ptr(), out.shape[0], device=out.device,
         )  # fmt: skip
     return able
 
@@ -267,9 +246,6 @@ def kv_gather(pool: torch.Tensor, slots: torch.Tensor, fmt: str, channels: int, 
     require_same_device(pool, slots)
     flat = slots.reshape(-1)
     out = torch.empty(flat.shape[0], channels, dtype=dtype, device=pool.device)
-    geometry = (view.page_size, view.stride_page, view.stride_row)
-    if layout in (FP8, NVFP4) and _gather_by_warps(pool, flat, out, layout.code, geometry, view.slots):
-        return out.view(*slots.shape, channels)
     if flat.shape[0]:
         align = _alignment(pool.data_ptr(), view.stride_page, view.stride_row)
         rows = 8 if flat.shape[0] >= 4096 else 2
@@ -378,8 +354,6 @@ def v4_gather(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, *, pa
     require_same_device(pool, slots)
     flat = slots.reshape(-1)
     out = torch.empty(flat.shape[0], V4.channels, dtype=dtype, device=pool.device)
-    if _gather_by_warps(pool, flat, out, _PLANAR, (page_size, pool.stride(0), 0), pool.shape[0] * page_size):
-        return out.view(*slots.shape, V4.channels)
     if flat.shape[0]:
         align = _alignment(pool.data_ptr(), pool.stride(0))
         rows = 8 if flat.shape[0] >= 4096 else 2

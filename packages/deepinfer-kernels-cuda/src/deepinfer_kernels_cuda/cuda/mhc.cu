@@ -1,23 +1,20 @@
 // The seam between sublayers in one pass: update four streams, predict the next mix, collapse, normalise.
 //
 // A cluster of 16 blocks shares a row of d = 512 GROUPS channels; a block has 32 GROUPS of them, and its part of the projection
-// stays in its shared memory while it walks over tiles of 8 tokens. Streams come and go by bulk copies, updated in place. A warp
+// stays in its shared memory while it walks over tiles of 8 tokens. Streams come by bulk copies and go from registers. A warp
 // owns 32 channels: its values are the right operand of the matrix unit (channels in an order that makes a thread's share of a
 // row 16 bytes). What needs whole rows (square sums, projections) crosses the cluster as one message a block and tile.
 //
-// Warps: GROUPS that compute; two that normalise, half of a tile's tokens each; one each that loads, stores streams, sums and
-// sends, and finishes mixes.
+// Warps: GROUPS that compute and store streams; two each that load, that free what was loaded and that normalise; one that sums
+// and sends and one that finishes mixes.
 #include "hopper.cuh"
 
 #ifndef GROUPS
 #define GROUPS 10
 #endif
-#ifndef Y_SLOTS
-#define Y_SLOTS 4
-#endif
 
-constexpr int RANKS = 16, TOKENS = 8, SLOTS = 3;
-constexpr int THREADS = 32 * (GROUPS + 6);
+constexpr int RANKS = 16, TOKENS = 8, SLOTS = 3, ROW_SLOTS = 4;
+constexpr int THREADS = 32 * (GROUPS + 8);
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
 constexpr u32 STREAM_PITCH = 4 * ROW + 64;                   // of a token: the next one's pieces lie in other banks
@@ -30,14 +27,14 @@ constexpr u32 MIX = TOKENS * 96;                             // of a tile: comb,
 constexpr u32 FN_AT = 0;
 constexpr u32 STREAM_AT = FN_AT + GROUPS * FN_GROUP;
 constexpr u32 ROW_AT = STREAM_AT + SLOTS * STREAM_SLOT;
-constexpr u32 WEIGHT_AT = ROW_AT + Y_SLOTS * ROW_SLOT;
+constexpr u32 WEIGHT_AT = ROW_AT + ROW_SLOTS * ROW_SLOT;
 constexpr u32 MIX_AT = WEIGHT_AT + ROW;
 constexpr u32 PART_AT = MIX_AT + SLOTS * MIX;                // [GROUPS][TOKENS][SUMS]
 constexpr u32 SQUARES_AT = PART_AT + GROUPS * TOKENS * SUMS * 4;   // [4][RANKS][TOKENS]: squares of rows, from every block
 constexpr u32 SUMS_AT = SQUARES_AT + 4 * RANKS * TOKENS * 4;       // [2][RANKS][SUMS]: of the token that is this block's
 constexpr u32 SEND_AT = SUMS_AT + 2 * RANKS * SUMS * 4;
 constexpr u32 BARRIERS_AT = SEND_AT + 32;
-constexpr u32 BYTES = BARRIERS_AT + 8 * (3 * SLOTS + Y_SLOTS + 8);
+constexpr u32 BYTES = BARRIERS_AT + 8 * (3 * SLOTS + ROW_SLOTS + 8);
 static_assert(BYTES <= 227 * 1024, "shared memory");
 
 __device__ __forceinline__ void copy_out(void* target, u32 source, u32 bytes) {
@@ -70,18 +67,6 @@ __device__ __forceinline__ float inverse(float x) {
 }
 __device__ __forceinline__ float exponential(float x) { return exp2_fast(x * 1.4426950408889634f); }
 
-#ifdef HINTS
-__device__ __forceinline__ void copy_in(u32 target, const void* source, u32 bytes, u32 bar) {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(target),
-                 "l"(source), "r"(bytes), "r"(bar), "l"(policy)
-                 : "memory");
-}
-#else
-#define copy_in copy_bulk
-#endif
-
 // d += a * b: 16 rows of the projection, 16 channels, 8 tokens.
 __device__ __forceinline__ void multiply(float (&d)[4], uint4 a, u32 b0, u32 b1) {
     asm volatile(
@@ -94,12 +79,12 @@ struct Barriers {
     u32 base;
     __device__ u32 full(int n) const { return base + 8 * (n % SLOTS); }                       // a tile has come
     __device__ u32 done(int n) const { return base + 8 * (SLOTS + n % SLOTS); }               // it is updated, its sums are there
-    __device__ u32 stored(int n) const { return base + 8 * (2 * SLOTS + n % SLOTS); }         // its streams have left
-    __device__ u32 normalised(int n) const { return base + 8 * (3 * SLOTS + n % Y_SLOTS); }   // its rows have left
-    __device__ u32 message(int n) const { return base + 8 * (3 * SLOTS + Y_SLOTS + n % 4); }  // all blocks' sums have come
-    __device__ u32 taken(int n) const { return base + 8 * (3 * SLOTS + Y_SLOTS + 4 + n % 2); }  // and were read
-    __device__ u32 summed() const { return base + 8 * (3 * SLOTS + Y_SLOTS + 6); }            // the warps' sums were read
-    __device__ u32 constants() const { return base + 8 * (3 * SLOTS + Y_SLOTS + 7); }         // projection and weight have come
+    __device__ u32 freed(int n) const { return base + 8 * (2 * SLOTS + n % SLOTS); }         // its streams may be overwritten
+    __device__ u32 normalised(int n) const { return base + 8 * (3 * SLOTS + n % ROW_SLOTS); }   // its rows have left
+    __device__ u32 message(int n) const { return base + 8 * (3 * SLOTS + ROW_SLOTS + n % 4); }  // all blocks' sums have come
+    __device__ u32 taken(int n) const { return base + 8 * (3 * SLOTS + ROW_SLOTS + 4 + n % 2); }  // and were read
+    __device__ u32 summed() const { return base + 8 * (3 * SLOTS + ROW_SLOTS + 6); }            // the warps' sums were read
+    __device__ u32 constants() const { return base + 8 * (3 * SLOTS + ROW_SLOTS + 7); }         // projection and weight have come
 };
 
 // One tile of one warp: 32 channels of 8 tokens.
@@ -145,10 +130,8 @@ __device__ __forceinline__ void update_tile(u32 shared, int slot, int row_slot, 
                 packed[1 + o].z = a, packed[1 + o].w = b;
             else
                 packed[1 + o].x = a, packed[1 + o].y = b;
-#ifndef NO_PROJECTION
 #pragma unroll
             for (int m = 0; m < 3; ++m) multiply(acc[m], load_shared4(fn + ((half * 4 + o) * 3 + m) * 512), a, b);
-#endif
             v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
 #pragma unroll
             for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k], square += v[k] * v[k];
@@ -164,29 +147,25 @@ __device__ __forceinline__ void update_tile(u32 shared, int slot, int row_slot, 
     store_shared4(row, packed[0].x, packed[0].y, packed[0].z, packed[0].w);
 #pragma unroll
     for (int o = 0; o < 4; ++o)
-#ifdef DIRECT
         if (here) *reinterpret_cast<uint4*>(target + o * (2ull * RANKS * CHANNELS)) = packed[1 + o];
-#else
-        store_shared4(streams + o * ROW, packed[1 + o].x, packed[1 + o].y, packed[1 + o].z, packed[1 + o].w);
-#endif
 }
 
 struct Tiles {
     int first, step, count, tokens;
     __device__ int token(int n) const { return (first + n * step) * TOKENS; }
     __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
+    __device__ int here(int n, int half) const { return min(4, max(0, here(n) - 4 * half)); }
 };
 
 __device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, int group, int lane, u32 rank, u8* streams) {
     barrier_wait(bars.constants(), 0);
     const int quad = lane & 3;
-#pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
         barrier_wait(bars.full(n), n / SLOTS & 1);
         const bool here = lane >> 2 < tiles.here(n);
         u8* target = streams + (tiles.token(n) + (lane >> 2)) * (8ull * RANKS * CHANNELS) + rank * ROW + group * 64 + quad * 16;
         float acc[3][4] = {}, square = 0, row_square = 0;
-        update_tile(shared, n % SLOTS, n % Y_SLOTS, group, lane, target, here, acc, square, row_square);
+        update_tile(shared, n % SLOTS, n % ROW_SLOTS, group, lane, target, here, acc, square, row_square);
         fence_async_shared();
         square += __shfl_xor_sync(~0u, square, 1), row_square += __shfl_xor_sync(~0u, row_square, 1);
         square += __shfl_xor_sync(~0u, square, 2), row_square += __shfl_xor_sync(~0u, row_square, 2);
@@ -206,73 +185,40 @@ __device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, 
     }
 }
 
-// One thread of a warp that is together, always the same. Only under this, and with addresses that the whole warp shares, does
-// the compiler issue bulk copies without a loop over the warp's threads.
-__device__ __forceinline__ bool elected() {
-    u32 one;
-    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
-    return one;
-}
-
-__device__ __forceinline__ void load_tiles(u32 shared, Barriers bars, Tiles tiles, u32 rank, const u8* streams, const u8* output,
-                                           const u8* post, const u8* comb, const u8* pre) {
+__device__ __forceinline__ void load_tiles(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, int half,
+                                           const u8* streams, const u8* output, const u8* post, const u8* comb, const u8* pre) {
     const u64 width = 2ull * RANKS * CHANNELS;
-#pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
-        if (n >= SLOTS) barrier_wait(bars.stored(n), (n / SLOTS - 1) & 1);
-        if (n >= Y_SLOTS) barrier_wait(bars.normalised(n), (n / Y_SLOTS - 1) & 1);
-        const u32 bar = bars.full(n);
-        const int here = tiles.here(n);
+        if (n >= SLOTS) barrier_wait(bars.freed(n), (n / SLOTS - 1) & 1);
+        if (n >= ROW_SLOTS) barrier_wait(bars.normalised(n), (n / ROW_SLOTS - 1) & 1);
+        const u32 bar = bars.full(n), here = tiles.here(n, half), all = tiles.here(n);
         const u64 token = tiles.token(n);
-        const u32 slot = shared + STREAM_AT + n % SLOTS * STREAM_SLOT, rows = shared + ROW_AT + n % Y_SLOTS * ROW_SLOT;
-        const u32 mix = shared + MIX_AT + n % SLOTS * MIX;
-        const u8 *from = streams + token * 4 * width + rank * ROW, *row = output + token * width + rank * ROW;
-        if (elected()) {
-            barrier_expect(bar, here * (5 * ROW + 96));
-            copy_bulk(mix, comb + token * 64, here * 64, bar);
-            copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
-            copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
-#pragma unroll 2
-            for (int k = 0; k < here; ++k) {
-                copy_in(rows + k * ROW_PITCH, row + k * width, ROW, bar);
-#pragma unroll
-                for (int stream = 0; stream < 4; ++stream)
-                    copy_in(slot + k * STREAM_PITCH + stream * ROW, from + (4 * k + stream) * width, ROW, bar);
-            }
-        }
+        if (lane == 0) barrier_expect(bar, here * 5 * ROW + (half ? 0 : all * 96));
         __syncwarp();
+        const u32 slot = shared + STREAM_AT + n % SLOTS * STREAM_SLOT, rows = shared + ROW_AT + n % ROW_SLOTS * ROW_SLOT;
+        const int row = lane & 15, of = 4 * half + (row >> 2);
+        if (row < 4 * here && lane < 16)
+            copy_bulk(slot + of * STREAM_PITCH + (row & 3) * ROW, streams + ((token + of) * 4 + (row & 3)) * width + rank * ROW, ROW, bar);
+        if (row < here && lane >= 16)
+            copy_bulk(rows + (4 * half + row) * ROW_PITCH, output + (token + 4 * half + row) * width + rank * ROW, ROW, bar);
+        const u32 mix = shared + MIX_AT + n % SLOTS * MIX;
+        if (half == 0 && lane == 20) copy_bulk(mix, comb + token * 64, all * 64, bar);
+        if (half == 0 && lane == 21) copy_bulk(mix + TOKENS * 64, post + token * 16, all * 16, bar);
+        if (half == 0 && lane == 22) copy_bulk(mix + TOKENS * 80, pre + token * 16, all * 16, bar);
     }
 }
 
-__device__ __forceinline__ void store_tiles(u32 shared, Barriers bars, Tiles tiles, u32 rank, u8* streams) {
-    const u64 width = 2ull * RANKS * CHANNELS;
-#pragma unroll 1
+// A tile's streams are in registers or have left: its slot may be loaded again.
+__device__ __forceinline__ void free_tiles(Barriers bars, Tiles tiles, int lane) {
     for (int n = 0; n < tiles.count; ++n) {
         barrier_wait(bars.done(n), n / SLOTS & 1);
-        const u32 slot = shared + STREAM_AT + n % SLOTS * STREAM_SLOT;
-        const int here = tiles.here(n);
-        u8* to = streams + tiles.token(n) * 4 * width + rank * ROW;
-        if (elected()) {
-#ifndef DIRECT
-#pragma unroll 2
-            for (int k = 0; k < here; ++k)
-#pragma unroll
-                for (int stream = 0; stream < 4; ++stream)
-                    copy_out(to + (4 * k + stream) * width, slot + k * STREAM_PITCH + stream * ROW, ROW);
-            copies_commit();
-            copies_read();
-#endif
-            barrier_arrive(bars.stored(n));
-        }
         __syncwarp();
+        if (lane == 0) barrier_arrive(bars.freed(n));
     }
-    if (elected()) copies_done();
-    __syncwarp();
 }
 
 // Sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for its owner.
 __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, int tiles, int lane, u32 rank) {
-#pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
         barrier_wait(bars.done(n), n / SLOTS & 1);
         float4 sums[2];
@@ -319,7 +265,6 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Tiles ti
     // Lanes 0..15 comb, 16..19 pre, 20..23 post, as the sums lie; base and scale have pre, post, comb.
     const float bias = lane < 16 ? base[8 + lane] : lane < 24 ? base[lane - 16] : 0.0f;
     const float factor = lane < 16 ? scale[2] : lane < 20 ? scale[0] : scale[1];
-#pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
         cluster_wait(bars.message(n), n >> 2 & 1);
         const int mine = int(rank) - 8 * (n & 1);
@@ -355,7 +300,6 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Tiles ti
         float row[4] = {1, 1, 1, 1}, column[4];
 #pragma unroll
         for (int o = 0; o < 4; ++o) column[o] = inverse(weighted(c[0][o], c[1][o], c[2][o], c[3][o], row, eps));
-#pragma unroll 1
         for (int k = 1; k < iterations; ++k) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -386,7 +330,6 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Tiles tiles
                                           float norm_eps) {
     const u64 width = 2ull * RANKS * CHANNELS;
     barrier_wait(bars.constants(), 0);
-#pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
         cluster_wait(bars.message(n), n >> 2 & 1);
         const u32 from = shared + SQUARES_AT + ((n & 3) * RANKS + (lane & 7)) * TOKENS * 4 + (first + (lane >> 3)) * 4;
@@ -397,7 +340,7 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Tiles tiles
         square += __shfl_xor_sync(~0u, square, 2);
         square += __shfl_xor_sync(~0u, square, 4);
         const float factor = 1.0f / sqrtf(square / (RANKS * CHANNELS) + norm_eps);
-        const u32 rows = shared + ROW_AT + n % Y_SLOTS * ROW_SLOT + first * ROW_PITCH;
+        const u32 rows = shared + ROW_AT + n % ROW_SLOTS * ROW_SLOT + first * ROW_PITCH;
 #pragma unroll
         for (int k = 0; k < GROUPS / 2; ++k) {
             const int item = 32 * k + lane, token = item / (4 * GROUPS), piece = item % (4 * GROUPS);
@@ -412,18 +355,14 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Tiles tiles
         }
         fence_async_shared();
         __syncwarp();
-        const int here = min(4, tiles.here(n) - first);
-        u8* to = x + (tiles.token(n) + first) * width + rank * ROW;
-        if (elected()) {
-            for (int k = 0; k < here; ++k) copy_out(to + k * width, rows + k * ROW_PITCH, ROW);
-            copies_commit();
-            copies_read();
-            barrier_arrive(bars.normalised(n));
-        }
+        if (lane < 4 && first + lane < tiles.here(n))
+            copy_out(x + (tiles.token(n) + first + lane) * width + rank * ROW, rows + lane * ROW_PITCH, ROW);
+        copies_commit();
+        copies_read();
         __syncwarp();
+        if (lane == 0) barrier_arrive(bars.normalised(n));
     }
-    if (elected()) copies_done();
-    __syncwarp();
+    copies_done();
 }
 
 // streams [t, 4, d], output [t, d], weight [d], new_streams, x: bfloat16. post, pre [t, 4], comb [t, 4, 4]: float32.
@@ -434,17 +373,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
              int tokens, int iterations, float eps, float mix_eps, float norm_eps) {
     extern __shared__ __align__(1024) u8 memory[];
     const u32 shared = shared_address(memory), rank = cluster_rank();
-    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Barriers bars{shared + BARRIERS_AT};
     const int clusters = gridDim.x / RANKS, cluster = blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
     const Tiles tiles{cluster, clusters, (all - cluster + clusters - 1) / clusters, tokens};
-    if (warp == 0 && elected()) {
+    if (threadIdx.x == 0) {
         for (int n = 0; n < SLOTS; ++n) {
-            barrier_init(bars.full(n), 1);
+            barrier_init(bars.full(n), 2);
             barrier_init(bars.done(n), GROUPS);
-            barrier_init(bars.stored(n), 1);
+            barrier_init(bars.freed(n), 2);
         }
-        for (int n = 0; n < Y_SLOTS; ++n) barrier_init(bars.normalised(n), 2);
+        for (int n = 0; n < ROW_SLOTS; ++n) barrier_init(bars.normalised(n), 2);
         for (int n = 0; n < 4; ++n) barrier_init(bars.message(n), RANKS);
         for (int n = 0; n < 2; ++n) barrier_init(bars.taken(n), 3);
         barrier_init(bars.summed(), 1);
@@ -468,12 +407,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         finish_mixes(shared, bars, tiles, lane, rank, base, scale, new_pre, new_post, new_comb, iterations, eps, mix_eps);
     else if (role == 1 || role == 5)
         normalise(shared, bars, tiles, lane, rank, role == 1 ? 0 : 4, x, norm_eps);
-    else if (role == 2)
-        load_tiles(shared, bars, tiles, rank, streams, output, post, comb, pre);
-    else if (role == 3)
-        store_tiles(shared, bars, tiles, rank, new_streams);
-    else
+    else if (role == 2 || role == 3)
+        load_tiles(shared, bars, tiles, lane, rank, role - 2, streams, output, post, comb, pre);
+    else if (role == 4)
         send_sums(shared, bars, tiles.count, lane, rank);
+    else
+        free_tiles(bars, tiles, lane);
     __syncwarp();
     cluster_sync();
 }

@@ -1,5 +1,5 @@
 // Records of 512 bfloat16 channels, a warp a row: a lane has 16 neighbouring channels. Rows are normalised, rotated, quantised and
-// written, or read back.
+// written.
 // FORMAT 0: 512 e4m3, a power of two for 32. FORMAT 1: 512 e2m1, an e4m3 scale for 16. FORMAT 3: V4's planar record.
 // NORM: an RMS norm first. TURN: the last 32 pairs are rotated. BLOCKS: at least so many on a multiprocessor.
 #include "hopper.cuh"
@@ -61,11 +61,7 @@ __device__ __forceinline__ float half_low(u32 pair) {
     asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, lo;\n}" : "=f"(d) : "r"(pair));
     return d;
 }
-__device__ __forceinline__ float half_high(u32 pair) { return half_low(pair >> 16); }
 __device__ __forceinline__ float e4m3_value(u32 code) { return half_low(e4m3_halves(code)); }
-__device__ __forceinline__ float e8m0_value(int exponent) {
-    return __int_as_float(exponent == 0 ? 0x00400000 : exponent == 255 ? 0x7fc00000 : exponent << 23);
-}
 
 struct Pool {
     u8* start;
@@ -88,9 +84,8 @@ __device__ __forceinline__ Place find(const Pool& pool, i64 slot) {
 // Times 2^-14 the values 0 .. 6 take float16's subnormal and first normal exponents just as e2m1 has them, so that rounding bits
 // rounds values. float16 keeps ties: a bfloat16 over an e4m3 number is a tie or off by 1/300 and more.
 __device__ __forceinline__ u32 e2m1_bytes(u32 first, u32 second, float over) {
-    const auto scaled = [over](float value) { return __fmaf_rn(value, over, 0.0f); };  // -0 becomes 0
-    const u32 even = half_pair(scaled(bf16_low(first)), scaled(bf16_low(second)));
-    const u32 odd = half_pair(scaled(bf16_high(first)), scaled(bf16_high(second)));
+    const u32 even = half_pair(bf16_low(first) * over, bf16_low(second) * over);
+    const u32 odd = half_pair(bf16_high(first) * over, bf16_high(second) * over);
     const auto rounded = [](u32 pair) {
         u32 size = pair & 0x7fff7fffu;
         asm("min.f16x2 %0, %0, %1;" : "+r"(size) : "r"(0x0e000e00u));  // 6
@@ -235,48 +230,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         if (TURN) rotate(v, pairs, r.cos, r.sin, lane);
         const Place place = find(pool, r.slot);
         write_record(v, place.record, place.scales, lane);
-    }
-}
-
-// out [count, 512] bfloat16: the records at slots; zeros where a slot is negative or from pool_slots on.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-    gather_records(u8* pool_start, i64 stride_page, i64 stride_row, int page_shift, int page_size, i64 pool_slots, const void* slots,
-                   int wide, u8* out, int count) {
-    const Pool pool{pool_start, stride_page, stride_row, page_shift, page_size};
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, step = gridDim.x * WARPS;
-    wait_for_kernels();
-    for (int row = blockIdx.x * WARPS + warp; row < count; row += step) {
-        const i64 slot = wide ? static_cast<const i64*>(slots)[row] : static_cast<const int*>(slots)[row];
-        u32 v[8] = {};
-        if (slot >= 0 && slot < pool_slots) {
-            const Place place = find(pool, slot);
-            if (FORMAT == 1) {
-                const uint2 codes = *reinterpret_cast<const uint2*>(place.record + lane * 8);
-                const float scale = e4m3_value(place.scales[lane]) * 16384.0f;
-#pragma unroll
-                for (int k = 0; k < 8; ++k) {
-                    const u32 byte = (k < 4 ? codes.x : codes.y) >> 8 * (k & 3);
-                    // Both codes as float16 times 2^-14, see e2m1_bytes.
-                    const u32 pair = (byte & 7) << 9 | (byte & 8) << 12 | (byte & 0x70) << 21 | (byte & 0x80) << 24;
-                    v[k] = pack_bf16(half_low(pair) * scale, half_high(pair) * scale);
-                }
-            } else if (FORMAT == 0 || lane < 28) {
-                const uint4 codes = *reinterpret_cast<const uint4*>(place.record + lane * 16);
-                const float scale = e8m0_value(place.scales[FORMAT == 3 ? lane / 4 : lane / 2]);
-                const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-                for (int k = 0; k < 8; ++k) {
-                    const u32 pair = e4m3_halves(words[k / 2] >> 16 * (k & 1));
-                    v[k] = pack_bf16(half_low(pair) * scale, half_high(pair) * scale);
-                }
-            } else {
-                const uint4* tail = reinterpret_cast<const uint4*>(place.record + 448 + (lane - 28) * 32);
-                const uint4 first = tail[0], second = tail[1];
-                v[0] = first.x, v[1] = first.y, v[2] = first.z, v[3] = first.w;
-                v[4] = second.x, v[5] = second.y, v[6] = second.z, v[7] = second.w;
-            }
-        }
-        uint4* to = reinterpret_cast<uint4*>(out + i64(row) * 1024 + lane * 32);
-        to[0] = make_uint4(v[0], v[1], v[2], v[3]), to[1] = make_uint4(v[4], v[5], v[6], v[7]);
     }
 }
