@@ -132,7 +132,9 @@ def test_moe_experts(t, experts, d, m, k, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("t", "s", "d"), [(5, 4, 160), (1, 4, 64), (18, 2, 96)] + ([] if INTERPRET else [(300, 4, 5120), (17, 4, 5120)])
+    ("t", "s", "d"),
+    [(5, 4, 160), (1, 4, 64), (18, 2, 96)]
+    + ([] if INTERPRET else [(300, 4, 5120), (17, 4, 5120), (515, 4, 5120), (700, 4, 1024)]),
 )
 def test_mhc(t, s, d, dtype) -> None:
     streams, output = rand(t, s, d, dtype=dtype), rand(t, d, dtype=dtype)
@@ -310,6 +312,36 @@ def test_norm_rope_insert_and_gather(fmt, n, dtype) -> None:
         # The norm's sum runs in another order: a value on a rounding edge may take the neighbouring code.
         assert ((got - expected).abs() > 1e-6).float().mean() < 0.01
         assert torch.equal(kernels.kv_gather(want, slots, fmt, n, torch.float32), expected)
+
+
+@pytest.mark.skipif(INTERPRET, reason="CUDA C++")
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4", "v4"])
+@pytest.mark.parametrize(("norm", "turn", "page"), [(True, True, 1), (False, False, 64), (True, False, 48)])
+def test_records_by_warps_are_the_same_bytes(fmt, norm, turn, page, monkeypatch) -> None:
+    rows = pytest.importorskip("deepinfer_kernels_cuda.rows")
+    t, page = 1500, 64 if fmt == "v4" else page
+    values = (rand(t, 704) * 3).bfloat16()[:, 64:576]  # rows that lie apart; 16 bytes aligned
+    slots = torch.randperm(48 * page)[:t].to(DEVICE) if page > 1 else torch.randperm(3000)[:t].to(DEVICE)
+    slots[::7] = -1
+    options = {"norm_weight": rand(512).bfloat16(), "eps": 1e-20} if norm else {}
+    if turn:
+        options["table"] = (rand(t, 32).cos(), rand(t, 32).sin())
+    size = page * (584 if fmt == "v4" else portable.record_bytes(fmt, 512))
+    pools = [torch.full((48 if page > 1 else 3000, size), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    gathered = []
+    for pool, least in zip(pools, (1, 1 << 30), strict=True):
+        monkeypatch.setattr(rows, "_WARP_ROWS", least)
+        if fmt == "v4":
+            kernels.v4_insert(pool, slots, values, page_size=page, **options)
+            gathered.append(kernels.v4_gather(pool, slots, torch.bfloat16, page_size=page))
+        else:
+            view = pool.view(-1, page, size // page) if page > 1 else pool
+            kernels.norm_rope_insert(view, slots, values, fmt, **options)
+            gathered.append(kernels.kv_gather(view, slots, fmt, 512, torch.bfloat16))
+    assert torch.equal(*pools)
+    assert torch.equal(*gathered)
+    assert (gathered[0][::7] == 0).all()
+    assert gathered[0].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

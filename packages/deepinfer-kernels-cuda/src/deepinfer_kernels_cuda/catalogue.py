@@ -176,6 +176,11 @@ _NATIVE: tuple[NativeSpec, ...] = (
     NativeSpec("experts_up-wide", "experts.cu", WIDE.shared, WIDE.defines, min_mma=112),
     NativeSpec("experts_down-wide", "experts.cu", WIDE.shared, WIDE.defines, min_mma=112),
     NativeSpec("gather_rows", "experts.cu", 0, WIDE.defines),
+    NativeSpec("mhc_step", "mhc.cu", 226120, min_mma=24, quick=True),
+    NativeSpec("mhc_step-4096", "mhc.cu", 183240, ("GROUPS=8",), min_mma=24),
+    NativeSpec("insert_records-fp8", "records.cu", defines=("FORMAT=0",), quick=True),
+    NativeSpec("insert_records-nvfp4", "records.cu", defines=("FORMAT=1",)),
+    NativeSpec("insert_records-v4", "records.cu", defines=("FORMAT=3",)),
 )
 
 SPECS: tuple[KernelSpec | NativeSpec, ...] = (

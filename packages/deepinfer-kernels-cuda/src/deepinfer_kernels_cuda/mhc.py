@@ -1,11 +1,13 @@
 """Hyper-connections: the fused step, and its parts under the names of the portable ops.
 
-Up to `_ONE_PASS_TOKENS` bfloat16 tokens of four streams take the one-pass kernel (`kernels/mhc_stream.py`); everything
-else, and Triton's interpreter, the general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
+On Hopper a whole seam of four bfloat16 streams and a few hundred to some thousand tokens is one kernel (`cuda/mhc.cu`). Of
+what is left, up to `_ONE_PASS_TOKENS` tokens take the one-pass kernel and its closing kernel (`kernels/mhc_stream.py`);
+everything else, and Triton's interpreter, the general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_same_device
+from .native import NativeError, NativeKernel, native_reason
 from .overlap import overlap, overlaps
 
 
@@ -69,6 +72,23 @@ def chunk_projection(fn: torch.Tensor) -> torch.Tensor:
     rows = torch.cat((high[8:], low[8:], gates)).unflatten(1, (-1, 2, 32))  # [48, chunks, 2, 32]
     # Within 16 rows: halves of 8 rows, halves of 32 columns, then a row's 64 bytes after the other's.
     return rows.unflatten(0, (3, 2, 8)).permute(3, 0, 1, 4, 2, 5).contiguous()
+
+
+def cluster_projection(fn: torch.Tensor) -> torch.Tensor:
+    """The same two matrices as `cuda/mhc.cu` reads them: [16, d / 512, 2, 4, 3, 32, 8], for d channels of four streams.
+
+    A block of 16 has d / 512 groups of 32 channels; of each half of a group and each stream there are 16 rows of comb's
+    high parts, of its low parts, and 8 of both of pre and post, each as the fragments of 32 lanes.
+    """
+    high = fn.to(torch.bfloat16)
+    low = (fn - high.float()).to(torch.bfloat16)
+    rows = torch.stack((high[8:], low[8:], torch.cat((high[:8], low[:8]))))
+    # Rows: tile, half, row; columns: stream, block, group, quarter of a group (a lane's 16 bytes), half of it, pair, element.
+    rows = rows.unflatten(1, (2, 8)).unflatten(3, (4, 16, -1, 4, 2, 2, 2))
+    made = rows.permute(4, 5, 7, 3, 0, 2, 6, 8, 1, 9).contiguous().flatten(5, 6).flatten(6)
+    # The kernel reads this before it waits for the kernels ahead. One that does not overlap lies between, this once.
+    torch.zeros(1, device=fn.device)
+    return made
 
 
 class _Partial(NamedTuple):
@@ -179,6 +199,64 @@ def _stream(streams, fn, base, scale, *, iterations, eps, mix_eps, output=None, 
     return MhcStep(new, mix, x)
 
 
+_RANKS = 16
+_CLUSTER_TOKENS = range(512, 4097)  # where one kernel is faster than two or three (H200)
+
+
+@functools.lru_cache(maxsize=8)
+def _cluster_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
+    """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
+    row = 64 * groups
+    rows = 4 * 8 * (row + (0 if groups % 2 else 64))
+    sums = groups * 8 * 28 * 4 + 4 * _RANKS * 8 * 4 + 2 * _RANKS * 28 * 4 + 32
+    shared = groups * 12288 + 3 * 8 * (4 * row + 64) + rows + row + 3 * 8 * 96 + sums + 8 * (3 * 3 + 4 + 8)
+    return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPiifff", threads=32 * (groups + 8), shared=shared,
+                        defines=(f"GROUPS={groups}", *defines))  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def _clusters(device: torch.device, groups: int) -> int:
+    """How many clusters the device holds at once; 0 where the kernel cannot run."""
+    if device_arch(device) != 90 or native_reason() is not None:
+        return 0
+    try:
+        return _cluster_kernel(groups).clusters(device, _RANKS)
+    except NativeError:
+        return 0
+
+
+def _clustered(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles: tuple[torch.Tensor, ...]) -> bool:
+    """Whether one kernel does the whole step; `halves` it takes in bfloat16, `singles` in float32."""
+    d = streams.shape[2]
+    return (
+        streams.shape[0] in _CLUSTER_TOKENS
+        and streams.shape[1] == 4
+        and d % 1024 == 0
+        and d <= 5120
+        and all(x.dtype == torch.bfloat16 for x in (streams, *halves))
+        and all(x.dtype == torch.float32 for x in singles)
+        and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (streams, *halves, *singles))
+        and _clusters(streams.device, d // 512) > 0
+    )
+
+
+def _cluster_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, eps, output, post, comb) -> MhcStep:
+    """The whole step in one kernel."""
+    t, s, d = streams.shape
+    device = streams.device
+    new, x = torch.empty_like(streams), streams.new_empty(t, d)
+    mix = HyperMix(*(torch.empty(t, *shape, dtype=torch.float32, device=device) for shape in ((s,), (s,), (s, s))))
+    if t:
+        packed = _cached(fn, "cluster", cluster_projection)
+        clusters = min(_clusters(device, d // 512), -(-t // 8))
+        tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix)
+        _cluster_kernel(d // 512)(
+            (clusters * _RANKS, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps,
+            device=device, cluster=_RANKS,
+        )  # fmt: skip
+    return MhcStep(new, mix, x)
+
+
 def _check(streams: torch.Tensor, **others: torch.Tensor | None) -> None:
     require_dims("streams", streams, 3)
     require_dtype("streams", streams, torch.bfloat16, torch.float32)
@@ -223,6 +301,9 @@ def mhc_step(
     """
     _check(streams, fn=fn, pre=pre, output=output, post=post, comb=comb)
     require((output is None) == (post is None) == (comb is None), "output, post and comb come together")
+    if output is not None and _clustered(streams, (output, norm_weight), (pre, post, comb, base, scale)):
+        return _cluster_step(streams, fn, base, scale, pre=pre, weight=norm_weight, norm_eps=norm_eps, iterations=iterations,
+                             eps=eps, output=output, post=post, comb=comb)  # fmt: skip
     if _one_pass(streams):
         return _stream(streams, fn, base, scale, iterations=iterations, eps=eps, mix_eps=norm_eps, output=output, post=post,
                        comb=comb, pre=pre, weight=norm_weight, norm_eps=norm_eps)  # fmt: skip

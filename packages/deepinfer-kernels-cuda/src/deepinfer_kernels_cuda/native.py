@@ -141,6 +141,7 @@ class NativeKernel:
         self.source, self.entry, self.threads, self.shared, self.defines = source, entry, threads, shared, defines
         self._layout = struct.Struct("@" + arguments)
         self._functions: dict[int, ctypes.c_void_p] = {}
+        self._clusters: dict[tuple[int, int], int] = {}
 
     def _load(self, device: int) -> ctypes.c_void_p:
         if device not in self._functions:
@@ -151,6 +152,8 @@ class NativeKernel:
             _check_driver(driver.cuModuleGetFunction(ctypes.byref(function), module, self.entry.encode()), self.entry)
             if self.shared > 48 * 1024:
                 _check_driver(driver.cuFuncSetAttribute(function, 8, self.shared), f"{self.entry}: shared memory")
+            # Clusters of more than 8 blocks are allowed where asked for.
+            _check_driver(driver.cuFuncSetAttribute(function, 14, 1), f"{self.entry}: cluster size")
             self._functions[device] = function
         return self._functions[device]
 
@@ -168,15 +171,36 @@ class NativeKernel:
             extra = (ctypes.c_void_p * 5)(
                 1, ctypes.cast(packed, ctypes.c_void_p), 2, ctypes.cast(ctypes.pointer(size), ctypes.c_void_p), 0
             )
-            wanted = [_Attribute(4, 0, (ctypes.c_uint * 16)(cluster, 1, 1))] if cluster > 1 else []
-            if overlaps(device):  # every kernel of `cuda/` begins with `wait_for_kernels`
-                wanted.append(_Attribute(6, 0, (ctypes.c_uint * 16)(1)))
-            attributes = (_Attribute * 2)(*wanted)
-            config = _Config(
-                (ctypes.c_uint * 6)(*grid, self.threads, 1, 1), self.shared, torch.cuda.current_stream(index).cuda_stream,
-                ctypes.cast(attributes, ctypes.POINTER(_Attribute)), len(wanted),
-            )  # fmt: skip
+            # Every kernel of `cuda/` begins with `wait_for_kernels`.
+            config = self._config(grid, cluster, torch.cuda.current_stream(index).cuda_stream, overlaps(device))
             _check_driver(_driver().cuLaunchKernelEx(ctypes.byref(config), function, None, extra), self.entry)
+
+    def _config(self, grid: tuple[int, int, int], cluster: int, stream: int | None, overlapping: bool) -> _Config:
+        wanted = [_Attribute(4, 0, (ctypes.c_uint * 16)(cluster, 1, 1))] if cluster > 1 else []
+        if overlapping:
+            wanted.append(_Attribute(6, 0, (ctypes.c_uint * 16)(1)))
+        attributes = (_Attribute * 2)(*wanted)
+        return _Config(
+            (ctypes.c_uint * 6)(*grid, self.threads, 1, 1), self.shared, stream,
+            ctypes.cast(attributes, ctypes.POINTER(_Attribute)), len(wanted),
+        )  # fmt: skip
+
+    def clusters(self, device: torch.device, size: int) -> int:
+        """How many clusters of `size` blocks run at once on a device: multiprocessors of one cluster lie together.
+
+        Raises:
+            NativeError: The driver's words.
+        """
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        if (index, size) not in self._clusters:
+            count = ctypes.c_int()
+            with torch.cuda.device(index):
+                function = self._load(index)
+                config = self._config((size, 1, 1), size, None, False)
+                result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
+            _check_driver(result, f"{self.entry}: clusters of {size}")
+            self._clusters[index, size] = count.value
+        return self._clusters[index, size]
 
 
 @functools.lru_cache(maxsize=16)

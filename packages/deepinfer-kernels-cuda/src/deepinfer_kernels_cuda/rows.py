@@ -1,18 +1,26 @@
-"""Norms, rotary embedding, cache records, compressor pooling and Engram rows: one row a program."""
+"""Norms, rotary embedding, cache records, compressor pooling and Engram rows: one row a program.
+
+Many records of 512 bfloat16 channels are written by a kernel with a warp a row on Hopper (`cuda/records.cu`), the same bytes.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
-from .capability import device_arch
+from .capability import device_arch, sm_count
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
-from .layouts import V4, pool_view, record_format
+from .layouts import FP8, NVFP4, V4, pool_view, record_format
+from .native import NativeKernel, native_reason
 from .overlap import overlap
 
 _FUSED_ROWS = 256  # up to here a launch costs more than the rows
+_WARP_ROWS = 1024  # from here on a warp a row
+_WARP_BLOCKS = 4  # of eight warps on a multiprocessor
+_PLANAR = 3  # number of V4's planar record inside `cuda/records.cu`
 
 
 def _power(n: int) -> int:
@@ -74,13 +82,62 @@ def rope(x: torch.Tensor, table: Any, *, inverse: bool = False, inplace: bool = 
     cos, sin = cos.contiguous(), sin.contiguous()
     out = view if inplace else torch.empty(view.shape, dtype=x.dtype, device=x.device)
     if t:
-        bh = min(16 if inplace else 8, 1 << (heads - 1).bit_length())
+        bh = min(8 if not inplace else 64 if t >= 1024 else 16, 1 << (heads - 1).bit_length())
         rope_kernel[(t, -(-heads // bh))](
             view, view.stride(0), view.stride(1), out, out.stride(0), out.stride(1), cos, sin, pairs,
             heads, n, pairs, INVERSE=inverse, COPY=not inplace, BH=bh, D=_power(n), P=_power(pairs), num_warps=4,
             **overlap(x.device),
         )  # fmt: skip
     return x if inplace else out.view(x.shape)
+
+
+@functools.lru_cache(maxsize=32)
+def _insert_kernel(fmt: int, blocks: int, norm: bool, turn: bool) -> NativeKernel:
+    defines = (f"FORMAT={fmt}", f"NORM={int(norm)}", f"TURN={int(turn)}", f"BLOCKS={blocks}")
+    return NativeKernel("records.cu", "insert_records", "PiPfPPiPiPqqiii", threads=256, defines=defines)
+
+
+def _by_warps(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, geometry: tuple[int, int, int]) -> bool:
+    """Whether `cuda/records.cu` writes these rows; geometry is rows a page, bytes between pages and between rows."""
+    return (
+        rows.shape[0] >= _WARP_ROWS
+        and rows.shape[1] == V4.channels
+        and rows.dtype == torch.bfloat16
+        and slots.is_contiguous()
+        and slots.dtype in (torch.int32, torch.int64)
+        and _alignment(pool.data_ptr(), *geometry[1:], rows.data_ptr(), 2 * rows.stride(0)) == 16
+        and rows.stride(0) < 1 << 15
+        and device_arch(rows.device) == 90
+        and native_reason() is None
+    )
+
+
+def _page_shift(page_size: int) -> int:
+    return page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1
+
+
+def _insert_by_warps(
+    pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, fmt: int, geometry: tuple[int, int, int],
+    weight: torch.Tensor | None, eps: float, tables: Any, pairs: int,
+) -> bool:  # fmt: skip
+    """Write the records where `cuda/records.cu` can; else nothing, and False."""
+    able = (
+        pairs in (0, 32)
+        and (weight is None or (weight.dtype == torch.bfloat16 and weight.is_contiguous()))
+        and all(x is None or x.dtype == torch.float32 for x in tables)
+        and _by_warps(pool, slots, values, geometry)
+    )
+    if able:
+        page_size, stride_page, stride_row = geometry
+        x, scale, cos, sin, at, to = (
+            0 if tensor is None else tensor.data_ptr() for tensor in (values, weight, *tables, slots, pool)
+        )
+        blocks = min(-(-values.shape[0] // 8), _WARP_BLOCKS * sm_count(values.device))
+        _insert_kernel(fmt, _WARP_BLOCKS, weight is not None, pairs > 0)(
+            (blocks, 1, 1), x, 2 * values.stride(0), scale, eps, cos, sin, pairs, at, int(slots.dtype == torch.int64), to,
+            stride_page, stride_row, _page_shift(page_size), page_size, values.shape[0], device=values.device,
+        )  # fmt: skip
+    return able
 
 
 def norm_rope_insert(
@@ -119,6 +176,11 @@ def norm_rope_insert(
     pairs = table[0].shape[-1] if table is not None else 0
     require(2 * pairs <= n, f"{pairs} pairs do not fit {n} channels")
     tables = (table[0].contiguous(), table[1].contiguous()) if pairs else (None, None)
+    geometry = (view.page_size, view.stride_page, view.stride_row)
+    if layout in (FP8, NVFP4) and _insert_by_warps(
+        pool, slots, values, layout.code, geometry, norm_weight, eps, tables, pairs
+    ):
+        return
     align = _alignment(pool.data_ptr(), view.stride_page, view.stride_row)
     rows = 2 if t >= 1024 else 1
     insert_kernel[(-(-t // rows),)](
@@ -273,6 +335,8 @@ def v4_insert(
         return
     pairs = table[0].shape[-1] if table is not None else 0
     tables = (table[0].contiguous(), table[1].contiguous()) if pairs else (None, None)
+    if _insert_by_warps(pool, slots, values, _PLANAR, (page_size, pool.stride(0), 0), norm_weight, eps, tables, pairs):
+        return
     align = _alignment(pool.data_ptr(), pool.stride(0))
     rows = 2 if t >= 1024 else 1
     insert_v4_kernel[(-(-t // rows),)](
@@ -350,7 +414,7 @@ def engram_gather(
     if rows.numel():
         codes = table.view(torch.uint8) if scale is not None else table
         scales = scale.view(torch.uint8).contiguous() if scale is not None else None
-        block = 16 if rows.numel() >= 4096 else 8
+        block = 32 if rows.numel() >= 1 << 16 else 16 if rows.numel() >= 4096 else 8
         engram_gather_kernel[(-(-rows.numel() // block),)](
             codes, scales, rows.contiguous(), rows.numel(), out, HAS_SCALE=scale is not None, WIDTH=n,
             D=max(32, _power(n)), BR=block, HARDWARE=device_arch(table.device) != 0, num_warps=4,
