@@ -1,0 +1,615 @@
+#include "wgmma.cuh"
+// Sparse MLA over quantised records: 512 channels, keys equal values, blocks of up to 64 heads.
+//
+// A cluster shares one (query, block of heads): its blocks take runs of key tiles, send each other slices of their result through
+// distributed shared memory, and each finishes a slice of the channels. Inside a block two producer groups gather and dequantise
+// tiles of 64 keys into two buffers, the next tile's records loading while one is decoded; two consumer groups hold the left and
+// right half of the output. Tiles alternate: the group that owns a tile computes its logits and probabilities and hands these
+// over, and both multiply their half; the next tile's owner queues that tile's logits behind its product.
+//
+// Channel order: within eight channels 0 4 1 5 2 6 3 7, so that a word of codes becomes pairs by shifts and masks. Queries are
+// permuted when they are read, outputs when they are written.
+//
+// Scale: a code's bits, shifted into place, are the value times 2^-126 (e2m1) or 2^-120 (e4m3). One multiplication by the
+// group's scale times 2^66 or 2^60 gives the value times 2^-60, exactly; the softmax scale and the output carry the 2^60.
+
+#ifndef PRODUCER_REGISTERS
+#define PRODUCER_REGISTERS 64
+#define CONSUMER_REGISTERS 192
+#endif
+#ifndef SPLITS  // blocks of a cluster
+#define SPLITS 1
+#endif
+#ifndef QUEUE
+#define QUEUE 0
+#endif
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+#ifdef CLOCKS
+#define CLOCK_PARAMETER , i64* clocks
+#define CLOCK_ARGUMENT , clocks
+#define MARK(at) \
+    if ((threadIdx.x & 31) == 0) clocks[((blockIdx.z * gridDim.x + blockIdx.x) * 16 + (threadIdx.x >> 5)) * 64 + min((at), 63)] = clock64()
+#else
+#define CLOCK_PARAMETER
+#define CLOCK_ARGUMENT
+#define MARK(at)
+#endif
+
+constexpr int SIZE = SPLITS, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = 512;
+constexpr float TWO_60 = 1152921504606846976.0f, TWO_66 = 73786976294838206464.0f, LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+struct Shared {
+    u8 query[TILE_BYTES];    // later: slices of the other blocks' results, where they have sent them
+    u8 keys[2][TILE_BYTES];  // later: the output, on its way out
+    u32 weights[2048];
+    float4 peers[8][64];  // of each other block and head: maximum, sum, factor that its slice is to be multiplied by
+    float bias[2][TILE];
+    float top[2][64];
+    float sum[2][64];
+    u64 full[2], empty[2], ready, received;
+};
+struct Records {
+    const u8* pool;
+    const void* slots;
+    i64 stride_page, stride_row, slots_stride;
+    int keys, rows, page, page_shift, slots_are_long;  // page_shift < 0: the page is no power of two
+
+    __device__ __forceinline__ int slot(i64 query, int key) const {
+        if (key >= keys) return -1;
+        i64 at = query * slots_stride + key;
+        i64 value = slots_are_long ? static_cast<const i64*>(slots)[at] : static_cast<const int*>(slots)[at];
+        return value >= 0 && value < rows ? int(value) : -1;
+    }
+    __device__ __forceinline__ const u8* record(int slot) const {
+        const int number = page_shift < 0 ? slot / page : slot >> page_shift;
+        return pool + number * stride_page + (slot - number * page) * stride_row;
+    }
+};
+
+__device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+// Two e4m3 as f16.
+__device__ __forceinline__ u32 scale_halves(u16 scales) {
+    u32 d;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(scales));
+    return d;
+}
+
+// Two chunks at once: registers of one are not reused before the other is stored.
+__device__ __forceinline__ void store_chunks(u32 first, u32 second, const u32 (&x)[8]) {
+    asm volatile("st.shared.v4.u32 [%0], {%2, %3, %4, %5};\nst.shared.v4.u32 [%1], {%6, %7, %8, %9};" ::"r"(first), "r"(second),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]), "r"(x[6]), "r"(x[7])
+                 : "memory");
+}
+
+// Sixteen e2m1 codes to two chunks of 16 bytes. A code in the low four bits of each half, times 2^12 + 2^6, has its sign in the
+// half's highest bit and the rest where bfloat16 has its lowest exponent bits and its highest mantissa bit.
+__device__ __forceinline__ void decode_e2m1(u32 w, u32 v, u32 factor, u32 first, u32 second) {
+    u32 x[8];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 low = i ? v : w, high = low >> 8;
+        x[4 * i] = (low & 0x000f000fu) * 0x1040u;
+        x[4 * i + 1] = (low & 0x00f000f0u) * 0x0104u;
+        x[4 * i + 2] = (high & 0x000f000fu) * 0x1040u;
+        x[4 * i + 3] = (high & 0x00f000f0u) * 0x0104u;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = multiply_bf16(x[i] & 0x81c081c0u, factor);
+    store_chunks(first, second, x);
+}
+
+// Sixteen e4m3 codes, likewise.
+__device__ __forceinline__ void decode_e4m3(const uint4& c, u32 factor, u32 first, u32 second) {
+    u32 x[8] = {prmt(c.x, c.y, 0x4000), prmt(c.x, c.y, 0x5010), prmt(c.x, c.y, 0x6020), prmt(c.x, c.y, 0x7030),
+                prmt(c.z, c.w, 0x4000), prmt(c.z, c.w, 0x5010), prmt(c.z, c.w, 0x6020), prmt(c.z, c.w, 0x7030)};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = multiply_bf16(((x[i] >> 4) & 0x07f007f0u) | (x[i] & 0x80008000u), factor);
+    store_chunks(first, second, x);
+}
+
+// What a producer thread holds of one step: 64 bytes of codes of one record, and their scales.
+struct Piece {
+    uint4 code[4];
+    u32 scale[4];
+    int slot;
+};
+
+__device__ __forceinline__ uint4 load_codes(const u8* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
+
+// One of eight warps; lanes 0..7 hold different rows, so that their stores go to different banks.
+struct Producer {
+    const Records &window, &extra;
+    i64 query;
+    int begin, extra_tiles, own_extra;  // first tile; tiles of the other pool in all; how many of them this block has
+    int warp, lane;
+
+    // Tiles of the other pool come first and take one step; a tile of the window takes two, of 32 keys.
+    __device__ __forceinline__ bool in_window(int step) const { return step >= own_extra; }
+    __device__ __forceinline__ int half(int step) const { return (step - own_extra) & 1; }
+    __device__ __forceinline__ int tile(int step) const { return in_window(step) ? (step + own_extra) >> 1 : step; }
+    __device__ __forceinline__ int row(int step) const {
+        return (in_window(step) ? half(step) * 32 + (warp >> 1) * 8 : warp * 8) + (lane & 7);
+    }
+    __device__ __forceinline__ bool starts_tile(int step) const { return !in_window(step) || half(step) == 0; }
+    __device__ __forceinline__ bool ends_tile(int step) const { return !in_window(step) || half(step) == 1; }
+    __device__ __forceinline__ int first_step(int tile) const { return tile + max(tile - own_extra, 0); }
+    __device__ __forceinline__ int slot(int step) const {
+        int key = (begin + tile(step)) * TILE + row(step);
+        return in_window(step) ? window.slot(query, key - extra_tiles * TILE) : extra.slot(query, key);
+    }
+};
+
+// Where a thread's piece of one step lies: codes 64 bytes apart; scales, two bytes of which one or both count, `apart` bytes apart.
+struct Source {
+    const u8 *code, *scale;
+    int apart;
+
+    __device__ __forceinline__ Source(const Producer& p, int step, int slot) {
+        const int quarter = p.lane >> 3;
+        if (p.in_window(step)) {
+            const int first = (p.warp & 1) * 16 + quarter;
+            const u8* record = p.window.record(slot);
+            code = record + 16 * first, scale = record + 512 + (first >> 2) * 2, apart = 2;
+        } else {
+            const u8* record = p.extra.record(slot);
+            code = record + 16 * quarter, scale = record + 256 + 2 * quarter, apart = 8;
+        }
+    }
+    __device__ __forceinline__ void load(Piece& piece, int i) const {
+        piece.code[i] = load_codes(code + 64 * i);
+        piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale + apart * i));
+    }
+};
+
+// Sixty-four bytes of codes to shared memory, each sixteen followed by the load of the same of the step to come.
+__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, Piece& piece, int coming) {
+    const int buffer = p.tile(step) & 1, quarter = p.lane >> 3, swizzle = p.lane & 7;
+    const u32 target = shared_address(s.keys[buffer]) + p.row(step) * 128;
+    const Source from(p, step + 1, coming);
+    if (p.in_window(step)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int unit = (p.warp & 1) * 16 + quarter + 4 * i, chunk = (unit & 3) * 2;
+            const u32 scale = prmt(piece.scale[i], 0, 0x4440 + (quarter >> 1));
+            const u32 bits = piece.slot < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
+            const u32 block = target + (unit >> 2) * BLOCK;
+            decode_e4m3(piece.code[i], factor, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
+            if (coming >= 0) from.load(piece, i);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int unit = quarter + 4 * i, chunk = (unit & 1) * 4;
+            const float2 scales = unpack_f16(scale_halves(piece.slot < 0 ? 0 : piece.scale[i]));
+            const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
+            const u32 block = target + (unit >> 1) * BLOCK;
+            decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
+            decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4),
+                        block + (((chunk + 3) ^ swizzle) << 4));
+            if (coming >= 0) from.load(piece, i);
+        }
+    }
+    if (p.lane < 8) s.bias[buffer][p.row(step)] = piece.slot >= 0 ? 0.0f : NEG_INF;
+    if (p.ends_tile(step)) {
+        fence_async_shared();
+        __syncwarp();
+        if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer]));
+    }
+    piece.slot = coming;
+}
+
+// Fill the tiles of this block, records one step ahead, slots two.
+__device__ __forceinline__ void produce(Shared& s, const Producer& p, int tiles CLOCK_PARAMETER) {
+    const int steps = p.first_step(tiles);
+    if (steps == 0) return;
+    Piece piece{};
+    piece.slot = p.slot(0);
+    int coming = steps > 1 ? p.slot(1) : -1;
+    if (piece.slot >= 0) {
+        const Source from(p, 0, piece.slot);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) from.load(piece, i);
+    }
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+        const int tile = p.tile(step);
+        if (p.starts_tile(step)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
+        MARK(min(2 * step + 1, 60));
+        const int later = step + 2 < steps ? p.slot(step + 2) : -1;
+        put(s, p, step, piece, coming);
+        coming = later;
+        MARK(min(2 * step + 2, 60));
+    }
+}
+
+struct Output {
+    u16* out;
+    i64 stride_n, stride_h;
+    float* lse;
+    const float* sink;
+    int heads, first_head;
+    i64 query;
+};
+
+// State of a consumer thread: rows `row` and `row + 8` of the block's heads.
+struct Consumer {
+    float o[2][64];  // left and right half of this group's 256 channels
+    float top[2], sum[2];
+    int group, thread, row, quad;
+
+    __device__ __forceinline__ float& value(int i) { return o[i >> 6][i & 63]; }
+};
+
+__device__ __forceinline__ float finite(float x) { return x == NEG_INF ? 0.0f : x; }
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Heads of this block to shared memory, channels permuted, absent heads zero.
+__device__ __forceinline__ void load_query(Shared& s, const u16* q, i64 stride_h, int heads) {
+    const int first = threadIdx.x >> 6, chunk = threadIdx.x & 63;
+    const u16* source = q + first * stride_h + 8 * chunk;
+    const u32 target = shared_address(s.query) + (chunk >> 3) * BLOCK + first * 128;
+    uint4 value[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        value[i] = 4 * i + first < heads ? load_codes(reinterpret_cast<const u8*>(source)) : uint4{0, 0, 0, 0};
+        source += 4 * stride_h;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {  // head 4 i + first
+        const uint4 v = value[i];
+        store_shared4(target + 512 * i + ((((chunk & 7) ^ first) ^ (4 * (i & 1))) << 4), prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632),
+                      prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
+    }
+    fence_async_shared();
+}
+
+// Queue the logits of a tile.
+__device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logit)[32]) {
+    const u64 q = wgmma_operand(shared_address(s.query), 16, 1024), k = wgmma_operand(shared_address(s.keys[buffer]), 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        const int offset = ((i >> 2) * BLOCK + (i & 3) * 32) / 16;
+        wgmma_shared(logit, operand_at(q, offset), operand_at(k, offset), i > 0);
+    }
+    wgmma_commit();
+}
+
+// Logits to probabilities: packed fragments in `p`, handed over to the other group with the maxima.
+__device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int buffer, float scale, float (&logit)[32], u32 (&p)[16],
+                                              float (&top)[2], float (&sum)[2]) {
+    float high[2] = {NEG_INF, NEG_INF};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float2 bias = *reinterpret_cast<const float2*>(&s.bias[buffer][8 * i + 2 * c.quad]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float &x = logit[4 * i + 2 * r], &y = logit[4 * i + 2 * r + 1];
+            x = fmaf(x, scale, bias.x), y = fmaf(y, scale, bias.y);
+            high[r] = fmaxf(high[r], fmaxf(x, y));
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(c.top[r], quad_max(high[r]));
+        if (c.quad == 0) s.top[buffer][c.row + 8 * r] = top[r];
+        const float safe = finite(top[r]);
+        sum[r] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float x = exp2_fast(logit[4 * i + 2 * r] - safe), y = exp2_fast(logit[4 * i + 2 * r + 1] - safe);
+            sum[r] += x + y;
+            p[2 * i + r] = pack_bf16(x, y);
+        }
+    }
+    const u32 target = shared_address(s.weights) + 16 * c.thread;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_shared4(target + 2048 * i, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
+    named_arrive(2 + buffer, CONSUMERS);
+}
+
+// Queue o = o * 2^(old top - new top) + p * (this group's channels of the tile).
+__device__ __forceinline__ void start_product(Shared& s, Consumer& c, int buffer, const u32 (&p)[16], const float (&top)[2]) {
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        factor[r] = c.top[r] == NEG_INF ? 1.0f : exp2_fast(c.top[r] - top[r]);  // without a key so far: all zeros
+        c.top[r] = top[r];
+        c.sum[r] *= factor[r];
+    }
+    if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < 128; ++i) c.value(i) *= factor[(i >> 1) & 1];
+    }
+    const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + c.group * 4 * BLOCK, BLOCK, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int k = i & 3, half = i >> 2;
+        wgmma_across(c.o[half], p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], 
+                     operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16), 1);
+    }
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void release(Shared& s, const Consumer& c, int buffer) {
+    if ((c.thread & 31) == 0) barrier_arrive(shared_address(&s.empty[buffer]));
+}
+
+// The other blocks may overwrite this block's query, as far as this warp is concerned.
+__device__ __forceinline__ void release_query(Shared& s, int rank) {
+    const int lane = threadIdx.x & 31;
+    if (lane < SIZE && lane != rank) peer_arrive(peer_address(shared_address(&s.ready), lane));
+}
+
+// Fragments of the other group's probabilities, and its maxima.
+__device__ __forceinline__ void take_probabilities(Shared& s, const Consumer& c, int buffer, u32 (&p)[16], float (&top)[2]) {
+    named_sync(2 + buffer, CONSUMERS);
+    const u32 source = shared_address(s.weights) + 16 * c.thread;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint4 four = load_shared4(source + 2048 * i);
+        p[4 * i] = four.x, p[4 * i + 1] = four.y, p[4 * i + 2] = four.z, p[4 * i + 3] = four.w;
+    }
+    top[0] = s.top[buffer][c.row], top[1] = s.top[buffer][c.row + 8];
+}
+
+// A turn: the product of the other group's tile, then logits and product of the own one. Group 0 begins with half a turn, and one
+// of them ends with half a turn.
+__device__ __forceinline__ void consume(Shared& s, Consumer& c, int tiles, float scale, int rank CLOCK_PARAMETER) {
+    const int buffer = c.group, other = 1 - c.group;
+    if (SIZE > 1 && c.group >= tiles) release_query(s, rank);
+#pragma unroll 1
+    for (int own = c.group; own <= tiles; own += 2) {
+        u32 p[16];
+        float logit[32], top[2], sum[2];
+        if (own > 0) {
+            take_probabilities(s, c, other, p, top);
+            MARK(8 * (own >> 1) + 2);
+            start_product(s, c, other, p, top);
+            wgmma_wait<0>();
+            MARK(8 * (own >> 1) + 3);
+            if (own == tiles) break;
+            release(s, c, other);
+        }
+        if (own == tiles) break;
+        barrier_wait(shared_address(&s.full[buffer]), (own >> 1) & 1);
+        MARK(8 * (own >> 1) + 4);
+        start_logits(s, buffer, logit);
+        wgmma_wait<0>();
+        MARK(8 * (own >> 1) + 5);
+        if (SIZE > 1 && own + 2 >= tiles) release_query(s, rank);
+        probabilities(s, c, buffer, scale, logit, p, top, sum);
+        MARK(8 * (own >> 1) + 6);
+        start_product(s, c, buffer, p, top);
+        c.sum[0] += sum[0], c.sum[1] += sum[1];
+        wgmma_wait<0>();
+        MARK(8 * (own >> 1) + 7);
+        release(s, c, buffer);
+    }
+}
+
+// Write COLUMNS channels, the values FIRST.. of this group's output, scaled, through shared memory.
+template <int COLUMNS, int FIRST>
+__device__ __forceinline__ void write_slice(Shared& s, Consumer& c, const float (&scale)[2], const Output& to, int first_channel) {
+    constexpr int CHUNKS = COLUMNS / 8;
+    const u32 staging = shared_address(s.keys[c.group]);
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = c.row + 8 * r;
+            store_shared(staging + row * 512 + ((i ^ (row & 7)) << 4) + 4 * c.quad,
+                         pack_bf16(c.value(FIRST + 4 * i + 2 * r) * scale[r], c.value(FIRST + 4 * i + 2 * r + 1) * scale[r]));
+        }
+    }
+    named_sync(5 + c.group, 128);
+    constexpr int STEP = 128 / CHUNKS;  // rows that the group writes at once
+    const int first = c.thread / CHUNKS, chunk = c.thread % CHUNKS;
+    u16* target = to.out + to.query * to.stride_n + (to.first_head + first) * to.stride_h + first_channel + 8 * chunk;
+#pragma unroll 4
+    for (int row = first; row < 64; row += STEP) {
+        const uint4 v = load_shared4(staging + row * 512 + ((chunk ^ (row & 7)) << 4));
+        if (to.first_head + row < to.heads)
+            *reinterpret_cast<uint4*>(target) =
+                uint4{prmt(v.x, v.y, 0x5410), prmt(v.z, v.w, 0x5410), prmt(v.x, v.y, 0x7632), prmt(v.z, v.w, 0x7632)};
+        target += STEP * to.stride_h;
+    }
+}
+
+// Factors that turn the accumulator of keys times 2^-60 into the result; also stores the log-sum-exp.
+__device__ __forceinline__ void finish_rows(const Consumer& c, const float (&top)[2], const float (&total)[2], const Output& to, bool write_lse,
+                                   float (&scale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int head = to.first_head + c.row + 8 * r;
+        float norm = total[r];
+        if (to.sink && head < to.heads) norm += exp2_fast(to.sink[head] * LOG2E - finite(top[r]));
+        scale[r] = total[r] > 0.0f ? __fdividef(TWO_60, norm) : 0.0f;
+        if (write_lse && c.quad == 0 && head < to.heads)
+            to.lse[to.query * to.heads + head] = total[r] > 0.0f ? (finite(top[r]) + __log2f(total[r])) * LN2 : -NEG_INF;
+    }
+}
+
+// Blocks of a cluster hold results of different keys: block `rank` finishes slice `rank` of the channels. What travels is
+// float16 times a power of two of its own for each head, so that a head's largest value lies between 2^14 and 2^15.
+constexpr int VALUES = 256 / SIZE, AREA = TILE_BYTES / SIZE;  // of a thread in a slice; bytes of a slice
+constexpr u32 RECEIVED = (SIZE - 1) * (AREA + 64 * sizeof(float4));
+
+// Slice I of this group's channels to its owner.
+template <int I>
+__device__ __forceinline__ void send_slice(Shared& s, Consumer& c, int rank, const float (&factor)[2], const float (&inverse)[2],
+                                           const float (&total)[2]) {
+    const int target = c.group * (SIZE / 2) + I;
+    if (target == rank) return;
+    const u32 bar = peer_address(shared_address(&s.received), target);
+    const u32 address = peer_address(shared_address(s.query) + rank * AREA + 16 * c.thread, target);
+#pragma unroll
+    for (int j = 0; j < VALUES; j += 8) {
+        const int v = I * VALUES + j;
+        send_async4(address + j * 256, pack_f16(c.value(v) * factor[0], c.value(v + 1) * factor[0]),
+                    pack_f16(c.value(v + 2) * factor[1], c.value(v + 3) * factor[1]),
+                    pack_f16(c.value(v + 4) * factor[0], c.value(v + 5) * factor[0]),
+                    pack_f16(c.value(v + 6) * factor[1], c.value(v + 7) * factor[1]), bar);
+    }
+    if (c.quad == 0) {
+        const u32 header = peer_address(shared_address(&s.peers[rank][c.row]), target);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            send_async4(header + 128 * r, __float_as_uint(c.top[r]), __float_as_uint(total[r]), __float_as_uint(inverse[r]), 0, bar);
+    }
+}
+
+// In the owner of slice I, the sum over the cluster, written out.
+template <int I>
+__device__ __forceinline__ void collect_slice(Shared& s, Consumer& c, int rank, const float (&own_total)[2], const Output& to) {
+    if (c.group * (SIZE / 2) + I != rank) return;
+    barrier_wait_cluster(shared_address(&s.received), 0);
+    float top[2], total[2], scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        top[r] = c.top[r];
+#pragma unroll 1
+        for (int step = 1; step < SIZE; ++step) top[r] = fmaxf(top[r], s.peers[(rank + step) % SIZE][c.row + 8 * r].x);
+        scale[r] = exp2_fast(c.top[r] - finite(top[r]));
+        total[r] = own_total[r] * scale[r];
+    }
+#pragma unroll
+    for (int j = I * VALUES; j < (I + 1) * VALUES; ++j) c.value(j) *= scale[(j >> 1) & 1];
+#pragma unroll 1
+    for (int step = 1; step < SIZE; ++step) {
+        const int peer = (rank + step) % SIZE;
+        const u32 address = shared_address(s.query) + peer * AREA + 16 * c.thread;
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float4 header = s.peers[peer][c.row + 8 * r];
+            const float weight = exp2_fast(header.x - finite(top[r]));
+            total[r] += header.y * weight, factor[r] = header.z * weight;
+        }
+#pragma unroll
+        for (int j = 0; j < VALUES; j += 8) {
+            const uint4 four = load_shared4(address + j * 256);
+            const u32 word[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = unpack_f16(word[i]);
+                float &x = c.value(I * VALUES + j + 2 * i), &y = c.value(I * VALUES + j + 2 * i + 1);
+                x = fmaf(pair.x, factor[i & 1], x), y = fmaf(pair.y, factor[i & 1], y);
+            }
+        }
+    }
+    finish_rows(c, top, total, to, rank == 0, scale);
+    write_slice<512 / SIZE, I * VALUES>(s, c, scale, to, rank * (512 / SIZE));
+}
+
+__device__ __forceinline__ void merge(Shared& s, Consumer& c, int rank, const float (&total)[2], const Output& to) {
+    float factor[2], inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float high = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 128; i += 4) high = fmaxf(high, fmaxf(fabsf(c.value(i + 2 * r)), fabsf(c.value(i + 2 * r + 1))));
+        const int exponent = min(max(268 - (__float_as_int(quad_max(high)) >> 23), 1), 253);  // of 2^14 over the largest value
+        factor[r] = __int_as_float(exponent << 23), inverse[r] = __int_as_float((254 - exponent) << 23);
+    }
+    barrier_wait_cluster(shared_address(&s.ready), 0);
+    send_slice<0>(s, c, rank, factor, inverse, total);
+    if constexpr (SIZE > 2) send_slice<1>(s, c, rank, factor, inverse, total);
+    if constexpr (SIZE > 4) {
+        send_slice<2>(s, c, rank, factor, inverse, total);
+        send_slice<3>(s, c, rank, factor, inverse, total);
+    }
+    collect_slice<0>(s, c, rank, total, to);
+    if constexpr (SIZE > 2) collect_slice<1>(s, c, rank, total, to);
+    if constexpr (SIZE > 4) {
+        collect_slice<2>(s, c, rank, total, to);
+        collect_slice<3>(s, c, rank, total, to);
+    }
+}
+
+// Grid (cluster size, blocks of 64 heads, queries).
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
+           const u8* window, const void* window_slots, i64 w_stride_page, i64 w_stride_row, i64 w_slots_stride, int w_keys, int w_rows,
+           int w_page, int w_shift,
+           const u8* extra, const void* extra_slots, i64 x_stride_page, i64 x_stride_row, i64 x_slots_stride, int x_keys, int x_rows,
+           int x_page, int x_shift,
+           const float* sink, u16* out, i64 out_stride_n, i64 out_stride_h, float* lse, int heads, int slots_are_long, float scale_log2
+           CLOCK_PARAMETER) {
+    extern __shared__ u8 memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory + ((1024 - (shared_address(memory) & 1023)) & 1023));
+    const int rank = SIZE > 1 ? cluster_rank() : 0, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    const i64 query = blockIdx.z;
+    const int extra_tiles = (x_keys + TILE - 1) / TILE, all = extra_tiles + (w_keys + TILE - 1) / TILE;
+    const int begin = all * rank / SIZE, tiles = all * (rank + 1) / SIZE - begin;
+    MARK(0);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(shared_address(&s.full[i]), 8);
+            barrier_init(shared_address(&s.empty[i]), 8);
+        }
+        if (SIZE > 1) {
+            barrier_init(shared_address(&s.ready), 8 * (SIZE - 1));
+            barrier_init(shared_address(&s.received), 1);
+        }
+        fence_barriers();
+        if (SIZE > 1) barrier_expect(shared_address(&s.received), RECEIVED);
+    }
+    __syncthreads();
+    if (SIZE > 1) cluster_arrive();  // relaxed: what it publishes are barriers
+    wait_for_kernels();
+    const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
+    const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
+    if (warp >= CONSUMERS / 32) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(PRODUCER_REGISTERS) ";");
+        const Producer producer{w, x, query, begin, extra_tiles, min(max(extra_tiles - begin, 0), tiles), warp & 7, int(threadIdx.x & 31)};
+        produce(s, producer, tiles CLOCK_ARGUMENT);
+        if (SIZE > 1) cluster_wait();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(CONSUMER_REGISTERS) ";");
+        const int first_head = blockIdx.y * 64, thread = threadIdx.x & 127, lane = threadIdx.x & 31;
+        load_query(s, q + query * q_stride_n + first_head * q_stride_h, q_stride_h, heads - first_head);
+        named_sync(1, CONSUMERS);
+        if (SIZE > 1) cluster_wait();
+        MARK(1);
+        Consumer c;
+        c.group = warp >> 2, c.thread = thread, c.row = 16 * (warp & 3) + (lane >> 2), c.quad = lane & 3;
+#pragma unroll
+        for (int i = 0; i < 128; ++i) c.value(i) = 0.0f;
+        c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
+        consume(s, c, tiles, scale_log2 * TWO_60, rank CLOCK_ARGUMENT);
+        MARK(61);
+        float total[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float own = quad_sum(c.sum[r]);
+            if (c.quad == 0) s.sum[c.group][c.row + 8 * r] = own;
+        }
+        named_sync(1, CONSUMERS);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) total[r] = s.sum[0][c.row + 8 * r] + s.sum[1][c.row + 8 * r];
+        const Output to{out, out_stride_n, out_stride_h, lse, sink, heads, first_head, query};
+        if constexpr (SIZE > 1) {
+            merge(s, c, rank, total, to);
+        } else {
+            float scale[2];
+            finish_rows(c, c.top, total, to, c.group == 0, scale);
+            write_slice<256, 0>(s, c, scale, to, c.group * 256);
+        }
+        MARK(62);
+    }
+}
