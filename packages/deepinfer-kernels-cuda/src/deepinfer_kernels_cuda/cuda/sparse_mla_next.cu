@@ -13,15 +13,21 @@
 // Scale: a code's bits, shifted into place, are the value times 2^-126 (e2m1) or 2^-120 (e4m3). One multiplication by the
 // group's scale times 2^66 or 2^60 gives the value times 2^-60, exactly; the softmax scale and the output carry the 2^60.
 
-#ifndef PRODUCER_REGISTERS
+#ifndef PRODUCERS  // warps that gather and dequantise: 4 or 8
+#define PRODUCERS 8
+#endif
+#if PRODUCERS == 8
 #define PRODUCER_REGISTERS 64
 #define CONSUMER_REGISTERS 192
+#else
+#define PRODUCER_REGISTERS 96
+#define CONSUMER_REGISTERS 208
 #endif
 #ifndef SPLITS  // blocks of a cluster
 #define SPLITS 1
 #endif
-#ifndef QUEUE
-#define QUEUE 0
+#ifndef LOGITS_FIRST
+#define LOGITS_FIRST 0
 #endif
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
@@ -36,7 +42,8 @@
 #define MARK(at)
 #endif
 
-constexpr int SIZE = SPLITS, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = 512;
+constexpr int SIZE = SPLITS, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = CONSUMERS + 32 * PRODUCERS;
+constexpr int UNITS = 32 / PRODUCERS, ROWS = UNITS / 4;  // 16-byte units that a producer thread has of a step, and records of 288 bytes they are of
 constexpr float TWO_60 = 1152921504606846976.0f, TWO_66 = 73786976294838206464.0f, LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 struct Shared {
@@ -113,118 +120,129 @@ __device__ __forceinline__ void decode_e4m3(const uint4& c, u32 factor, u32 firs
     store_chunks(first, second, x);
 }
 
-// What a producer thread holds of one step: 64 bytes of codes of one record, and their scales.
+// What a producer thread holds of one step: units of codes, and their scales.
 struct Piece {
-    uint4 code[4];
-    u32 scale[4];
-    int slot;
+    uint4 code[UNITS];
+    u32 scale[UNITS];
+};
+struct Slots {
+    int of[ROWS];
 };
 
 __device__ __forceinline__ uint4 load_codes(const u8* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
-// One of eight warps; lanes 0..7 hold different rows, so that their stores go to different banks.
+// One of the producer warps; lanes 0..7 hold different rows, so that their stores go to different banks.
 struct Producer {
     const Records &window, &extra;
     i64 query;
     int begin, extra_tiles, own_extra;  // first tile; tiles of the other pool in all; how many of them this block has
-    int warp, lane;
+    int warp, lane, steps;
+
+    static constexpr int PARTS = PRODUCERS / 4;  // warps that share a row of the window
 
     // Tiles of the other pool come first and take one step; a tile of the window takes two, of 32 keys.
     __device__ __forceinline__ bool in_window(int step) const { return step >= own_extra; }
     __device__ __forceinline__ int half(int step) const { return (step - own_extra) & 1; }
     __device__ __forceinline__ int tile(int step) const { return in_window(step) ? (step + own_extra) >> 1 : step; }
-    __device__ __forceinline__ int row(int step) const {
-        return (in_window(step) ? half(step) * 32 + (warp >> 1) * 8 : warp * 8) + (lane & 7);
+    __device__ __forceinline__ int row(int step) const {  // of the first four units; others are 8 rows on, except in the window
+        return (in_window(step) ? half(step) * 32 + warp / PARTS * 8 : warp * 8 * ROWS) + (lane & 7);
     }
+    __device__ __forceinline__ int first_unit(int step) const { return (lane >> 3) + (in_window(step) ? warp % PARTS * 16 : 0); }
     __device__ __forceinline__ bool starts_tile(int step) const { return !in_window(step) || half(step) == 0; }
     __device__ __forceinline__ bool ends_tile(int step) const { return !in_window(step) || half(step) == 1; }
-    __device__ __forceinline__ int first_step(int tile) const { return tile + max(tile - own_extra, 0); }
-    __device__ __forceinline__ int slot(int step) const {
-        int key = (begin + tile(step)) * TILE + row(step);
-        return in_window(step) ? window.slot(query, key - extra_tiles * TILE) : extra.slot(query, key);
+    __device__ __forceinline__ Slots slots(int step) const {  // absent behind the last step
+        const int key = (begin + tile(step)) * TILE + row(step);
+        Slots found;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            found.of[r] = step >= steps      ? -1
+                          : !in_window(step) ? extra.slot(query, key + 8 * r)
+                          : r == 0           ? window.slot(query, key - extra_tiles * TILE)
+                                             : found.of[0];
+        return found;
     }
 };
 
-// Where a thread's piece of one step lies: codes 64 bytes apart; scales, two bytes of which one or both count, `apart` bytes apart.
+// Where a thread's piece of one step lies: four units of codes are 64 bytes apart; a unit's scale is one or both of two bytes, `apart`
+// bytes from the next one's.
 struct Source {
-    const u8 *code, *scale;
+    const u8 *code[ROWS], *scale[ROWS];
     int apart;
 
-    __device__ __forceinline__ Source(const Producer& p, int step, int slot) {
-        const int quarter = p.lane >> 3;
-        if (p.in_window(step)) {
-            const int first = (p.warp & 1) * 16 + quarter;
-            const u8* record = p.window.record(slot);
-            code = record + 16 * first, scale = record + 512 + (first >> 2) * 2, apart = 2;
-        } else {
-            const u8* record = p.extra.record(slot);
-            code = record + 16 * quarter, scale = record + 256 + 2 * quarter, apart = 8;
+    __device__ __forceinline__ Source(const Producer& p, int step, const Slots& slots) {
+        const int unit = p.first_unit(step);
+        apart = p.in_window(step) ? 2 : 8;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const u8* record = p.in_window(step) ? p.window.record(slots.of[0]) + 256 * r : p.extra.record(slots.of[r]);
+            code[r] = record + 16 * unit;
+            scale[r] = record + (p.in_window(step) ? 512 - 248 * r + (unit >> 2) * 2 : 256 + 2 * unit);
         }
     }
-    __device__ __forceinline__ void load(Piece& piece, int i) const {
-        piece.code[i] = load_codes(code + 64 * i);
-        piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale + apart * i));
+    __device__ __forceinline__ void load(Piece& piece, int i, const Slots& slots) const {
+        if (slots.of[i >> 2] < 0) return;
+        piece.code[i] = load_codes(code[i >> 2] + 64 * (i & 3));
+        piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale[i >> 2] + apart * (i & 3)));
     }
 };
 
-// Sixty-four bytes of codes to shared memory, each sixteen followed by the load of the same of the step to come.
-__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, Piece& piece, int coming) {
-    const int buffer = p.tile(step) & 1, quarter = p.lane >> 3, swizzle = p.lane & 7;
+// A step's units to shared memory, each followed by the load of the same of the step to come.
+__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, Piece& piece, Slots& slots, const Slots& coming) {
+    const int buffer = p.tile(step) & 1, swizzle = p.lane & 7, first = p.first_unit(step);
     const u32 target = shared_address(s.keys[buffer]) + p.row(step) * 128;
     const Source from(p, step + 1, coming);
     if (p.in_window(step)) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int unit = (p.warp & 1) * 16 + quarter + 4 * i, chunk = (unit & 3) * 2;
-            const u32 scale = prmt(piece.scale[i], 0, 0x4440 + (quarter >> 1));
-            const u32 bits = piece.slot < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
-            const u32 block = target + (unit >> 2) * BLOCK;
+        for (int i = 0; i < UNITS; ++i) {
+            const int chunk = (first & 3) * 2;
+            const u32 scale = prmt(piece.scale[i], 0, 0x4440 + ((first >> 1) & 1));
+            const u32 bits = slots.of[0] < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
+            const u32 block = target + ((first >> 2) + i) * BLOCK;
             decode_e4m3(piece.code[i], factor, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
-            if (coming >= 0) from.load(piece, i);
+            from.load(piece, i, coming);
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int unit = quarter + 4 * i, chunk = (unit & 1) * 4;
-            const float2 scales = unpack_f16(scale_halves(piece.slot < 0 ? 0 : piece.scale[i]));
+        for (int i = 0; i < UNITS; ++i) {
+            const int chunk = (first & 1) * 4;
+            const float2 scales = unpack_f16(scale_halves(slots.of[i >> 2] < 0 ? 0 : piece.scale[i]));
             const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
-            const u32 block = target + (unit >> 1) * BLOCK;
+            const u32 block = target + (i >> 2) * 1024 + ((first >> 1) + 2 * (i & 3)) * BLOCK;
             decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
             decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4),
                         block + (((chunk + 3) ^ swizzle) << 4));
-            if (coming >= 0) from.load(piece, i);
+            from.load(piece, i, coming);
         }
     }
-    if (p.lane < 8) s.bias[buffer][p.row(step)] = piece.slot >= 0 ? 0.0f : NEG_INF;
+    if (p.lane < 8) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (r == 0 || !p.in_window(step)) s.bias[buffer][p.row(step) + 8 * r] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
+    }
     if (p.ends_tile(step)) {
         fence_async_shared();
         __syncwarp();
         if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer]));
     }
-    piece.slot = coming;
+    slots = coming;
 }
 
 // Fill the tiles of this block, records one step ahead, slots two.
-__device__ __forceinline__ void produce(Shared& s, const Producer& p, int tiles CLOCK_PARAMETER) {
-    const int steps = p.first_step(tiles);
-    if (steps == 0) return;
+__device__ __forceinline__ void produce(Shared& s, const Producer& p CLOCK_PARAMETER) {
     Piece piece{};
-    piece.slot = p.slot(0);
-    int coming = steps > 1 ? p.slot(1) : -1;
-    if (piece.slot >= 0) {
-        const Source from(p, 0, piece.slot);
+    Slots slots = p.slots(0), coming = p.slots(1);
+    const Source from(p, 0, slots);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) from.load(piece, i);
-    }
+    for (int i = 0; i < UNITS; ++i) from.load(piece, i, slots);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0; step < p.steps; ++step) {
         const int tile = p.tile(step);
         if (p.starts_tile(step)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
-        MARK(min(2 * step + 1, 60));
-        const int later = step + 2 < steps ? p.slot(step + 2) : -1;
-        put(s, p, step, piece, coming);
+        MARK(2 * step + 1);
+        const Slots later = p.slots(step + 2);
+        put(s, p, step, piece, slots, coming);
         coming = later;
-        MARK(min(2 * step + 2, 60));
+        MARK(2 * step + 2);
     }
 }
 
@@ -367,6 +385,47 @@ __device__ __forceinline__ void take_probabilities(Shared& s, const Consumer& c,
     top[0] = s.top[buffer][c.row], top[1] = s.top[buffer][c.row + 8];
 }
 
+#if LOGITS_FIRST
+// A turn: the logits of the own tile; the product of the other group's tile before it, under which the own probabilities are made; the
+// own product. Group 0 begins with a turn without another's tile, and one of them ends with nothing but one.
+__device__ __forceinline__ void consume(Shared& s, Consumer& c, int tiles, float scale, int rank CLOCK_PARAMETER) {
+    const int buffer = c.group, other = 1 - c.group;
+    if (SIZE > 1 && c.group >= tiles) release_query(s, rank);
+#pragma unroll 1
+    for (int own = c.group; own < tiles; own += 2) {
+        u32 p[16], q[16];
+        float logit[32], top[2], sum[2];
+        barrier_wait(shared_address(&s.full[buffer]), (own >> 1) & 1);
+        MARK(8 * (own >> 1) + 2);
+        start_logits(s, buffer, logit);
+        wgmma_wait<0>();
+        MARK(8 * (own >> 1) + 3);
+        if (SIZE > 1 && own + 2 >= tiles) release_query(s, rank);
+        if (own > 0) {
+            take_probabilities(s, c, other, p, top);
+            MARK(8 * (own >> 1) + 4);
+            start_product(s, c, other, p, top);
+        }
+        probabilities(s, c, buffer, scale, logit, q, top, sum);
+        MARK(8 * (own >> 1) + 5);
+        wgmma_wait<0>();
+        if (own > 0) release(s, c, other);
+        MARK(8 * (own >> 1) + 6);
+        start_product(s, c, buffer, q, top);
+        c.sum[0] += sum[0], c.sum[1] += sum[1];
+        wgmma_wait<0>();
+        MARK(8 * (own >> 1) + 7);
+        release(s, c, buffer);
+    }
+    if (tiles > 0 && c.group == (tiles & 1)) {
+        u32 p[16];
+        float top[2];
+        take_probabilities(s, c, other, p, top);
+        start_product(s, c, other, p, top);
+        wgmma_wait<0>();
+    }
+}
+#else
 // A turn: the product of the other group's tile, then logits and product of the own one. Group 0 begins with half a turn, and one
 // of them ends with half a turn.
 __device__ __forceinline__ void consume(Shared& s, Consumer& c, int tiles, float scale, int rank CLOCK_PARAMETER) {
@@ -401,6 +460,7 @@ __device__ __forceinline__ void consume(Shared& s, Consumer& c, int tiles, float
         release(s, c, buffer);
     }
 }
+#endif
 
 // Write COLUMNS channels, the values FIRST.. of this group's output, scaled, through shared memory.
 template <int COLUMNS, int FIRST>
@@ -559,7 +619,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     MARK(0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
-            barrier_init(shared_address(&s.full[i]), 8);
+            barrier_init(shared_address(&s.full[i]), PRODUCERS);
             barrier_init(shared_address(&s.empty[i]), 8);
         }
         if (SIZE > 1) {
@@ -576,8 +636,9 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
     if (warp >= CONSUMERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(PRODUCER_REGISTERS) ";");
-        const Producer producer{w, x, query, begin, extra_tiles, min(max(extra_tiles - begin, 0), tiles), warp & 7, int(threadIdx.x & 31)};
-        produce(s, producer, tiles CLOCK_ARGUMENT);
+        const int own_extra = min(max(extra_tiles - begin, 0), tiles);
+        const Producer producer{w, x, query, begin, extra_tiles, own_extra, warp - CONSUMERS / 32, int(threadIdx.x & 31), tiles + max(tiles - own_extra, 0)};
+        produce(s, producer CLOCK_ARGUMENT);
         if (SIZE > 1) cluster_wait();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(CONSUMER_REGISTERS) ";");
