@@ -54,6 +54,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 // nothing that they read is written, before this. Without it this is nothing.
 __device__ __forceinline__ void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // mbarriers (shared addresses).
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");

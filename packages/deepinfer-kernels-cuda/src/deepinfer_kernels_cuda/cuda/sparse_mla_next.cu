@@ -20,7 +20,7 @@
 #define PRODUCER_REGISTERS 64
 #define CONSUMER_REGISTERS 192
 #else
-#define PRODUCER_REGISTERS 96
+#define PRODUCER_REGISTERS 88
 #define CONSUMER_REGISTERS 208
 #endif
 #ifndef SPLITS  // blocks of a cluster
@@ -47,8 +47,8 @@ constexpr int UNITS = 32 / PRODUCERS, ROWS = UNITS / 4;  // 16-byte units that a
 constexpr float TWO_60 = 1152921504606846976.0f, TWO_66 = 73786976294838206464.0f, LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 struct Shared {
-    u8 query[TILE_BYTES];    // later: slices of the other blocks' results, where they have sent them
-    u8 keys[2][TILE_BYTES];  // later: the output, on its way out
+    u8 query[TILE_BYTES];    // later: slices of the other blocks' results, where they have sent them; without others, the output
+    u8 keys[2][TILE_BYTES];  // later, in a cluster: the output, on its way out
     u32 weights[2048];
     float4 peers[8][64];  // of each other block and head: maximum, sum, factor that its slice is to be multiplied by
     float bias[2][TILE];
@@ -128,15 +128,18 @@ struct Piece {
 struct Slots {
     int of[ROWS];
 };
+struct Step {
+    int item, number;  // number: of the item's steps
+};
 
 __device__ __forceinline__ uint4 load_codes(const u8* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
 // One of the producer warps; lanes 0..7 hold different rows, so that their stores go to different banks.
 struct Producer {
     const Records &window, &extra;
-    i64 query;
+    int items, stride, head_blocks;
     int begin, extra_tiles, own_extra;  // first tile; tiles of the other pool in all; how many of them this block has
-    int warp, lane, steps;
+    int steps, warp, lane;
 
     static constexpr int PARTS = PRODUCERS / 4;  // warps that share a row of the window
 
@@ -150,12 +153,16 @@ struct Producer {
     __device__ __forceinline__ int first_unit(int step) const { return (lane >> 3) + (in_window(step) ? warp % PARTS * 16 : 0); }
     __device__ __forceinline__ bool starts_tile(int step) const { return !in_window(step) || half(step) == 0; }
     __device__ __forceinline__ bool ends_tile(int step) const { return !in_window(step) || half(step) == 1; }
-    __device__ __forceinline__ Slots slots(int step) const {  // absent behind the last step
-        const int key = (begin + tile(step)) * TILE + row(step);
+    __device__ __forceinline__ Step after(const Step& step) const {
+        return step.number + 1 < steps ? Step{step.item, step.number + 1} : Step{step.item + stride, 0};
+    }
+    __device__ __forceinline__ Slots slots(const Step& at) const {  // absent behind the last item
+        const int step = at.number, key = (begin + tile(step)) * TILE + row(step);
+        const i64 query = at.item / head_blocks;
         Slots found;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
-            found.of[r] = step >= steps      ? -1
+            found.of[r] = at.item >= items   ? -1
                           : !in_window(step) ? extra.slot(query, key + 8 * r)
                           : r == 0           ? window.slot(query, key - extra_tiles * TILE)
                                              : found.of[0];
@@ -187,10 +194,10 @@ struct Source {
 };
 
 // A step's units to shared memory, each followed by the load of the same of the step to come.
-__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, Piece& piece, Slots& slots, const Slots& coming) {
-    const int buffer = p.tile(step) & 1, swizzle = p.lane & 7, first = p.first_unit(step);
+__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int buffer, Piece& piece, Slots& slots, int next, const Slots& coming) {
+    const int swizzle = p.lane & 7, first = p.first_unit(step);
     const u32 target = shared_address(s.keys[buffer]) + p.row(step) * 128;
-    const Source from(p, step + 1, coming);
+    const Source from(p, next, coming);
     if (p.in_window(step)) {
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
@@ -227,22 +234,27 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, Piec
     slots = coming;
 }
 
-// Fill the tiles of this block, records one step ahead, slots two.
-__device__ __forceinline__ void produce(Shared& s, const Producer& p CLOCK_PARAMETER) {
+// Fill the tiles of this block's items, records one step ahead, slots two.
+__device__ __forceinline__ void produce(Shared& s, const Producer& p, int item, int tiles CLOCK_PARAMETER) {
+    if (tiles == 0) return;
     Piece piece{};
-    Slots slots = p.slots(0), coming = p.slots(1);
+    Step step{item, 0}, coming = p.after(step);
+    Slots slots = p.slots(step), coming_slots = p.slots(coming);
     const Source from(p, 0, slots);
 #pragma unroll
     for (int i = 0; i < UNITS; ++i) from.load(piece, i, slots);
+    int turn = 0;  // tiles before this item
 #pragma unroll 1
-    for (int step = 0; step < p.steps; ++step) {
-        const int tile = p.tile(step);
-        if (p.starts_tile(step)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
-        MARK(2 * step + 1);
-        const Slots later = p.slots(step + 2);
-        put(s, p, step, piece, slots, coming);
-        coming = later;
-        MARK(2 * step + 2);
+    while (step.item < p.items) {
+        const int tile = turn + p.tile(step.number);
+        if (p.starts_tile(step.number)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
+        MARK(2 * step.number + 1);
+        const Step later = p.after(coming);
+        const Slots later_slots = p.slots(later);
+        put(s, p, step.number, tile & 1, piece, slots, coming.number, coming_slots);
+        MARK(2 * step.number + 2);
+        if (coming.number == 0) turn += tiles;
+        step = coming, coming = later, coming_slots = later_slots;
     }
 }
 
@@ -274,7 +286,7 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Heads of this block to shared memory, channels permuted, absent heads zero.
+// Heads of an item to shared memory, channels permuted, absent heads zero.
 __device__ __forceinline__ void load_query(Shared& s, const u16* q, i64 stride_h, int heads) {
     const int first = threadIdx.x >> 6, chunk = threadIdx.x & 63;
     const u16* source = q + first * stride_h + 8 * chunk;
@@ -292,6 +304,14 @@ __device__ __forceinline__ void load_query(Shared& s, const u16* q, i64 stride_h
                       prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
     }
     fence_async_shared();
+}
+// Heads of the item to come to the L2 cache.
+__device__ __forceinline__ void prefetch_query(const u16* q, i64 stride_h, int heads) {
+    const int head = threadIdx.x >> 2;
+    if (head < heads) {
+        const u16* source = q + head * stride_h + 128 * (threadIdx.x & 3);
+        prefetch_l2(source), prefetch_l2(source + 64);
+    }
 }
 
 // Queue the logits of a tile.
@@ -388,14 +408,14 @@ __device__ __forceinline__ void take_probabilities(Shared& s, const Consumer& c,
 #if LOGITS_FIRST
 // A turn: the logits of the own tile; the product of the other group's tile before it, under which the own probabilities are made; the
 // own product. Group 0 begins with a turn without another's tile, and one of them ends with nothing but one.
-__device__ __forceinline__ void consume(Shared& s, Consumer& c, int tiles, float scale, int rank CLOCK_PARAMETER) {
-    const int buffer = c.group, other = 1 - c.group;
-    if (SIZE > 1 && c.group >= tiles) release_query(s, rank);
+__device__ __forceinline__ void consume(Shared& s, Consumer& c, int turn, int tiles, float scale, int rank CLOCK_PARAMETER) {
+    const int buffer = c.group, other = 1 - c.group, first = (c.group ^ turn) & 1;  // `turn`: tiles of the items before
+    if (SIZE > 1 && first >= tiles) release_query(s, rank);
 #pragma unroll 1
-    for (int own = c.group; own < tiles; own += 2) {
+    for (int own = first; own < tiles; own += 2) {
         u32 p[16], q[16];
         float logit[32], top[2], sum[2];
-        barrier_wait(shared_address(&s.full[buffer]), (own >> 1) & 1);
+        barrier_wait(shared_address(&s.full[buffer]), ((turn + own) >> 1) & 1);
         MARK(8 * (own >> 1) + 2);
         start_logits(s, buffer, logit);
         wgmma_wait<0>();
@@ -417,22 +437,23 @@ __device__ __forceinline__ void consume(Shared& s, Consumer& c, int tiles, float
         MARK(8 * (own >> 1) + 7);
         release(s, c, buffer);
     }
-    if (tiles > 0 && c.group == (tiles & 1)) {
+    if (tiles > 0 && c.group == ((turn + tiles) & 1)) {
         u32 p[16];
         float top[2];
         take_probabilities(s, c, other, p, top);
         start_product(s, c, other, p, top);
         wgmma_wait<0>();
+        release(s, c, other);
     }
 }
 #else
 // A turn: the product of the other group's tile, then logits and product of the own one. Group 0 begins with half a turn, and one
 // of them ends with half a turn.
-__device__ __forceinline__ void consume(Shared& s, Consumer& c, int tiles, float scale, int rank CLOCK_PARAMETER) {
-    const int buffer = c.group, other = 1 - c.group;
-    if (SIZE > 1 && c.group >= tiles) release_query(s, rank);
+__device__ __forceinline__ void consume(Shared& s, Consumer& c, int turn, int tiles, float scale, int rank CLOCK_PARAMETER) {
+    const int buffer = c.group, other = 1 - c.group, first = (c.group ^ turn) & 1;  // `turn`: tiles of the items before
+    if (SIZE > 1 && first >= tiles) release_query(s, rank);
 #pragma unroll 1
-    for (int own = c.group; own <= tiles; own += 2) {
+    for (int own = first; own <= tiles; own += 2) {
         u32 p[16];
         float logit[32], top[2], sum[2];
         if (own > 0) {
@@ -441,11 +462,10 @@ __device__ __forceinline__ void consume(Shared& s, Consumer& c, int tiles, float
             start_product(s, c, other, p, top);
             wgmma_wait<0>();
             MARK(8 * (own >> 1) + 3);
-            if (own == tiles) break;
             release(s, c, other);
         }
         if (own == tiles) break;
-        barrier_wait(shared_address(&s.full[buffer]), (own >> 1) & 1);
+        barrier_wait(shared_address(&s.full[buffer]), ((turn + own) >> 1) & 1);
         MARK(8 * (own >> 1) + 4);
         start_logits(s, buffer, logit);
         wgmma_wait<0>();
@@ -466,7 +486,7 @@ __device__ __forceinline__ void consume(Shared& s, Consumer& c, int tiles, float
 template <int COLUMNS, int FIRST>
 __device__ __forceinline__ void write_slice(Shared& s, Consumer& c, const float (&scale)[2], const Output& to, int first_channel) {
     constexpr int CHUNKS = COLUMNS / 8;
-    const u32 staging = shared_address(s.keys[c.group]);
+    const u32 staging = SIZE > 1 ? shared_address(s.keys[c.group]) : shared_address(s.query) + c.group * (TILE_BYTES / 2);
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
 #pragma unroll
@@ -601,19 +621,20 @@ __device__ __forceinline__ void merge(Shared& s, Consumer& c, int rank, const fl
     }
 }
 
-// Grid (cluster size, blocks of 64 heads, queries).
+// An item is a query's block of 64 heads. Grid: clusters; without them blocks, of which each may take several items.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
            const u8* window, const void* window_slots, i64 w_stride_page, i64 w_stride_row, i64 w_slots_stride, int w_keys, int w_rows,
            int w_page, int w_shift,
            const u8* extra, const void* extra_slots, i64 x_stride_page, i64 x_stride_row, i64 x_slots_stride, int x_keys, int x_rows,
            int x_page, int x_shift,
-           const float* sink, u16* out, i64 out_stride_n, i64 out_stride_h, float* lse, int heads, int slots_are_long, float scale_log2
-           CLOCK_PARAMETER) {
+           const float* sink, u16* out, i64 out_stride_n, i64 out_stride_h, float* lse, int heads, int slots_are_long, float scale_log2,
+           int items CLOCK_PARAMETER) {
     extern __shared__ u8 memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory + ((1024 - (shared_address(memory) & 1023)) & 1023));
     const int rank = SIZE > 1 ? cluster_rank() : 0, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-    const i64 query = blockIdx.z;
+    const int head_blocks = (heads + 63) / 64, stride = SIZE > 1 ? items : gridDim.x;
+    int item = blockIdx.x / SIZE;
     const int extra_tiles = (x_keys + TILE - 1) / TILE, all = extra_tiles + (w_keys + TILE - 1) / TILE;
     const int begin = all * rank / SIZE, tiles = all * (rank + 1) / SIZE - begin;
     MARK(0);
@@ -637,40 +658,54 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     if (warp >= CONSUMERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(PRODUCER_REGISTERS) ";");
         const int own_extra = min(max(extra_tiles - begin, 0), tiles);
-        const Producer producer{w, x, query, begin, extra_tiles, own_extra, warp - CONSUMERS / 32, int(threadIdx.x & 31), tiles + max(tiles - own_extra, 0)};
-        produce(s, producer CLOCK_ARGUMENT);
+        const Producer producer{w, x, items, stride, head_blocks, begin, extra_tiles, own_extra, tiles + max(tiles - own_extra, 0),
+                                warp - CONSUMERS / 32, int(threadIdx.x & 31)};
+        produce(s, producer, item, tiles CLOCK_ARGUMENT);
         if (SIZE > 1) cluster_wait();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 " TEXT(CONSUMER_REGISTERS) ";");
-        const int first_head = blockIdx.y * 64, thread = threadIdx.x & 127, lane = threadIdx.x & 31;
-        load_query(s, q + query * q_stride_n + first_head * q_stride_h, q_stride_h, heads - first_head);
-        named_sync(1, CONSUMERS);
-        if (SIZE > 1) cluster_wait();
-        MARK(1);
-        Consumer c;
-        c.group = warp >> 2, c.thread = thread, c.row = 16 * (warp & 3) + (lane >> 2), c.quad = lane & 3;
+        const int thread = threadIdx.x & 127, lane = threadIdx.x & 31;
+        int turn = 0;
+#pragma unroll 1
+        while (true) {
+            load_query(s, q + item / head_blocks * q_stride_n + item % head_blocks * 64 * q_stride_h, q_stride_h,
+                       heads - item % head_blocks * 64);
+            named_sync(1, CONSUMERS);
+            if (SIZE == 1 && item + stride < items)
+                prefetch_query(q + (item + stride) / head_blocks * q_stride_n + (item + stride) % head_blocks * 64 * q_stride_h, q_stride_h,
+                               heads - (item + stride) % head_blocks * 64);
+            if (SIZE > 1) cluster_wait();
+            MARK(1);
+            Consumer c;
+            c.group = warp >> 2, c.thread = thread, c.row = 16 * (warp & 3) + (lane >> 2), c.quad = lane & 3;
 #pragma unroll
-        for (int i = 0; i < 128; ++i) c.value(i) = 0.0f;
-        c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
-        consume(s, c, tiles, scale_log2 * TWO_60, rank CLOCK_ARGUMENT);
-        MARK(61);
-        float total[2];
+            for (int i = 0; i < 128; ++i) c.value(i) = 0.0f;
+            c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
+            consume(s, c, turn, tiles, scale_log2 * TWO_60, rank CLOCK_ARGUMENT);
+            MARK(61);
+            float total[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float own = quad_sum(c.sum[r]);
-            if (c.quad == 0) s.sum[c.group][c.row + 8 * r] = own;
+            for (int r = 0; r < 2; ++r) {
+                const float own = quad_sum(c.sum[r]);
+                if (c.quad == 0) s.sum[c.group][c.row + 8 * r] = own;
+            }
+            named_sync(1, CONSUMERS);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) total[r] = s.sum[0][c.row + 8 * r] + s.sum[1][c.row + 8 * r];
+            const Output to{out, out_stride_n, out_stride_h, lse, sink, heads, item % head_blocks * 64, item / head_blocks};
+            if constexpr (SIZE > 1) {
+                merge(s, c, rank, total, to);
+                MARK(62);
+                return;
+            } else {
+                float scale[2];
+                finish_rows(c, c.top, total, to, c.group == 0, scale);
+                item += stride, turn += tiles;
+                write_slice<256, 0>(s, c, scale, to, c.group * 256);
+                MARK(62);
+                if (item >= items) return;
+                named_sync(1, CONSUMERS);  // the output has left the query's place
+            }
         }
-        named_sync(1, CONSUMERS);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) total[r] = s.sum[0][c.row + 8 * r] + s.sum[1][c.row + 8 * r];
-        const Output to{out, out_stride_n, out_stride_h, lse, sink, heads, first_head, query};
-        if constexpr (SIZE > 1) {
-            merge(s, c, rank, total, to);
-        } else {
-            float scale[2];
-            finish_rows(c, c.top, total, to, c.group == 0, scale);
-            write_slice<256, 0>(s, c, scale, to, c.group * 256);
-        }
-        MARK(62);
     }
 }
