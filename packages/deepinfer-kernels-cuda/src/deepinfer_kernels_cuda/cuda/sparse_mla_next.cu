@@ -137,7 +137,7 @@ __device__ __forceinline__ uint4 load_codes(const u8* p) { return __ldg(reinterp
 // One of the producer warps; lanes 0..7 hold different rows, so that their stores go to different banks.
 struct Producer {
     const Records &window, &extra;
-    int items, stride, head_blocks;
+    int items, stride, shift;  // an item is half a query if `shift`, else a query
     int begin, extra_tiles, own_extra;  // first tile; tiles of the other pool in all; how many of them this block has
     int steps, warp, lane;
 
@@ -158,7 +158,7 @@ struct Producer {
     }
     __device__ __forceinline__ Slots slots(const Step& at) const {  // absent behind the last item
         const int step = at.number, key = (begin + tile(step)) * TILE + row(step);
-        const i64 query = at.item / head_blocks;
+        const i64 query = at.item >> shift;
         Slots found;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
@@ -633,7 +633,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     extern __shared__ u8 memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory + ((1024 - (shared_address(memory) & 1023)) & 1023));
     const int rank = SIZE > 1 ? cluster_rank() : 0, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
-    const int head_blocks = (heads + 63) / 64, stride = SIZE > 1 ? items : gridDim.x;
+    const int shift = heads > 64, stride = SIZE > 1 ? items : gridDim.x;
     int item = blockIdx.x / SIZE;
     const int extra_tiles = (x_keys + TILE - 1) / TILE, all = extra_tiles + (w_keys + TILE - 1) / TILE;
     const int begin = all * rank / SIZE, tiles = all * (rank + 1) / SIZE - begin;
@@ -658,7 +658,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     if (warp >= CONSUMERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 " TEXT(PRODUCER_REGISTERS) ";");
         const int own_extra = min(max(extra_tiles - begin, 0), tiles);
-        const Producer producer{w, x, items, stride, head_blocks, begin, extra_tiles, own_extra, tiles + max(tiles - own_extra, 0),
+        const Producer producer{w, x, items, stride, shift, begin, extra_tiles, own_extra, tiles + max(tiles - own_extra, 0),
                                 warp - CONSUMERS / 32, int(threadIdx.x & 31)};
         produce(s, producer, item, tiles CLOCK_ARGUMENT);
         if (SIZE > 1) cluster_wait();
@@ -668,12 +668,13 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
         int turn = 0;
 #pragma unroll 1
         while (true) {
-            load_query(s, q + item / head_blocks * q_stride_n + item % head_blocks * 64 * q_stride_h, q_stride_h,
-                       heads - item % head_blocks * 64);
+            const int first_head = (item & shift) * 64;
+            load_query(s, q + i64(item >> shift) * q_stride_n + first_head * q_stride_h, q_stride_h, heads - first_head);
             named_sync(1, CONSUMERS);
-            if (SIZE == 1 && item + stride < items)
-                prefetch_query(q + (item + stride) / head_blocks * q_stride_n + (item + stride) % head_blocks * 64 * q_stride_h, q_stride_h,
-                               heads - (item + stride) % head_blocks * 64);
+            if (SIZE == 1 && item + stride < items) {
+                const int coming = item + stride, head = (coming & shift) * 64;
+                prefetch_query(q + i64(coming >> shift) * q_stride_n + head * q_stride_h, q_stride_h, heads - head);
+            }
             if (SIZE > 1) cluster_wait();
             MARK(1);
             Consumer c;
@@ -692,7 +693,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
             named_sync(1, CONSUMERS);
 #pragma unroll
             for (int r = 0; r < 2; ++r) total[r] = s.sum[0][c.row + 8 * r] + s.sum[1][c.row + 8 * r];
-            const Output to{out, out_stride_n, out_stride_h, lse, sink, heads, item % head_blocks * 64, item / head_blocks};
+            const Output to{out, out_stride_n, out_stride_h, lse, sink, heads, first_head, item >> shift};
             if constexpr (SIZE > 1) {
                 merge(s, c, rank, total, to);
                 MARK(62);
