@@ -29,6 +29,9 @@
 #ifndef LOGITS_FIRST
 #define LOGITS_FIRST 0
 #endif
+#ifndef HALVES
+#define HALVES 0
+#endif
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 #ifdef CLOCKS
@@ -54,7 +57,7 @@ struct Shared {
     float bias[2][TILE];
     float top[2][64];
     float sum[2][64];
-    u64 full[2], empty[2], ready, received;
+    u64 full[2], right[2], empty[2], ready, received;  // right: the second half of the channels
 };
 struct Records {
     const u8* pool;
@@ -198,6 +201,11 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
     const int swizzle = p.lane & 7, first = p.first_unit(step);
     const u32 target = shared_address(s.keys[buffer]) + p.row(step) * 128;
     const Source from(p, next, coming);
+    const auto tell = [&](u64& bar) {
+        fence_async_shared();
+        __syncwarp();
+        if (p.lane == 0) barrier_arrive(shared_address(&bar));
+    };
     if (p.in_window(step)) {
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
@@ -210,7 +218,8 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < UNITS; ++i) {
+        for (int n = 0; n < UNITS; ++n) {  // the first half of the channels first
+            const int i = n % ROWS * 4 + n / ROWS;
             const int chunk = (first & 1) * 4;
             const float2 scales = unpack_f16(scale_halves(slots.of[i >> 2] < 0 ? 0 : piece.scale[i]));
             const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
@@ -219,6 +228,7 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
             decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4),
                         block + (((chunk + 3) ^ swizzle) << 4));
             from.load(piece, i, coming);
+            if (HALVES && n == UNITS / 2 - 1) tell(s.full[buffer]);
         }
     }
     if (p.lane < 8) {
@@ -226,10 +236,11 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
         for (int r = 0; r < ROWS; ++r)
             if (r == 0 || !p.in_window(step)) s.bias[buffer][p.row(step) + 8 * r] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
     }
-    if (p.ends_tile(step)) {
-        fence_async_shared();
-        __syncwarp();
-        if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer]));
+    if (HALVES) {
+        if (p.in_window(step) && p.ends_tile(step)) tell(s.full[buffer]);
+        if (p.ends_tile(step)) tell(s.right[buffer]);
+    } else if (p.ends_tile(step)) {
+        tell(s.full[buffer]);
     }
     slots = coming;
 }
@@ -315,12 +326,16 @@ __device__ __forceinline__ void prefetch_query(const u16* q, i64 stride_h, int h
 }
 
 // Queue the logits of a tile.
-__device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logit)[32]) {
+__device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logit)[32], int parity) {
     const u64 q = wgmma_operand(shared_address(s.query), 16, 1024), k = wgmma_operand(shared_address(s.keys[buffer]), 16, 1024);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
         const int offset = ((i >> 2) * BLOCK + (i & 3) * 32) / 16;
+        if (HALVES && i == 16) {
+            barrier_wait(shared_address(&s.right[buffer]), parity);
+            wgmma_fence();
+        }
         wgmma_shared(logit, operand_at(q, offset), operand_at(k, offset), i > 0);
     }
     wgmma_commit();
@@ -417,7 +432,7 @@ __device__ __forceinline__ void consume(Shared& s, Consumer& c, int turn, int ti
         float logit[32], top[2], sum[2];
         barrier_wait(shared_address(&s.full[buffer]), ((turn + own) >> 1) & 1);
         MARK(8 * (own >> 1) + 2);
-        start_logits(s, buffer, logit);
+        start_logits(s, buffer, logit, ((turn + own) >> 1) & 1);
         wgmma_wait<0>();
         MARK(8 * (own >> 1) + 3);
         if (SIZE > 1 && own + 2 >= tiles) release_query(s, rank);
@@ -467,7 +482,7 @@ __device__ __forceinline__ void consume(Shared& s, Consumer& c, int turn, int ti
         if (own == tiles) break;
         barrier_wait(shared_address(&s.full[buffer]), ((turn + own) >> 1) & 1);
         MARK(8 * (own >> 1) + 4);
-        start_logits(s, buffer, logit);
+        start_logits(s, buffer, logit, ((turn + own) >> 1) & 1);
         wgmma_wait<0>();
         MARK(8 * (own >> 1) + 5);
         if (SIZE > 1 && own + 2 >= tiles) release_query(s, rank);
@@ -641,6 +656,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
             barrier_init(shared_address(&s.full[i]), PRODUCERS);
+            barrier_init(shared_address(&s.right[i]), PRODUCERS);
             barrier_init(shared_address(&s.empty[i]), 8);
         }
         if (SIZE > 1) {
