@@ -101,9 +101,10 @@ def odd_case(t: int, heads: int, w: int, k: int, *, long: bool = False, page: in
 def check(build: Build) -> None:
     """Largest errors over all rows of real and odd shapes, for each number of splits; two runs must give the same bits."""
     shapes = [
-        make_case(64, 64), make_case(33, 64), make_case(4, 128), make_case(64, 64, selected=0), make_case(300, 64, distinct=False),
-        odd_case(3, 7, 40, 33), odd_case(2, 22, 128, 130, long=True), odd_case(1, 8, 128, 512),
-        odd_case(5, 100, 70, 130, page=20), odd_case(2, 64, 1, 3), odd_case(9, 1, 128, 0, long=True), odd_case(7, 64, 192, 700, page=64), odd_case(2, 64, 16, 0),
+        make_case(64, 64), make_case(33, 64), make_case(4, 128), make_case(64, 64, selected=0),
+        make_case(300, 64, distinct=False), odd_case(3, 7, 40, 33), odd_case(2, 22, 128, 130, long=True),
+        odd_case(1, 8, 128, 512), odd_case(5, 100, 70, 130, page=20), odd_case(2, 64, 1, 3),
+        odd_case(9, 1, 128, 0, long=True), odd_case(7, 64, 192, 700, page=64), odd_case(2, 64, 16, 0),
     ]  # fmt: skip
     for splits in (1, 2, 4, 8):
         worst, worst_lse, bad, moved = 0.0, 0.0, 0, 0
