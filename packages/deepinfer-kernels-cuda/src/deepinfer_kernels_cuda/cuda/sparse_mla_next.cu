@@ -29,6 +29,9 @@
 #ifndef LOGITS_FIRST
 #define LOGITS_FIRST 0
 #endif
+#ifndef RAW
+#define RAW 0
+#endif
 #ifndef HALVES
 #define HALVES 0
 #endif
@@ -70,6 +73,15 @@ struct Records {
         i64 at = query * slots_stride + key;
         i64 value = slots_are_long ? static_cast<const i64*>(slots)[at] : static_cast<const int*>(slots)[at];
         return value >= 0 && value < rows ? int(value) : -1;
+    }
+    // The same without a wait: `key` may lie behind the last one, `there` says whether the answer counts.
+    __device__ __forceinline__ int2 raw_slot(i64 query, int key, bool there) const {
+        there = there && key < keys;
+        const u8* at = static_cast<const u8*>(slots) + ((query * slots_stride + (there ? key : 0)) << (2 + slots_are_long));
+        int2 raw{-1, 0};
+        if (there) raw.x = *reinterpret_cast<const int*>(at);
+        if (there && slots_are_long) raw.y = *reinterpret_cast<const int*>(at + 4);
+        return raw;
     }
     __device__ __forceinline__ const u8* record(int slot) const {
         const int number = page_shift < 0 ? slot / page : slot >> page_shift;
@@ -131,6 +143,9 @@ struct Piece {
 struct Slots {
     int of[ROWS];
 };
+struct RawSlots {
+    int2 of[ROWS];
+};
 struct Step {
     int item, number;  // number: of the item's steps
 };
@@ -158,6 +173,24 @@ struct Producer {
     __device__ __forceinline__ bool ends_tile(int step) const { return !in_window(step) || half(step) == 1; }
     __device__ __forceinline__ Step after(const Step& step) const {
         return step.number + 1 < steps ? Step{step.item, step.number + 1} : Step{step.item + stride, 0};
+    }
+    __device__ __forceinline__ RawSlots raw_slots(const Step& at) const {
+        const int step = at.number, key = (begin + tile(step)) * TILE + row(step);
+        const i64 query = at.item >> shift;
+        const bool there = at.item < items, in = in_window(step);
+        RawSlots found;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (in) found.of[r] = window.raw_slot(query, key - extra_tiles * TILE, there);
+            else found.of[r] = extra.raw_slot(query, key + 8 * r, there);
+        return found;
+    }
+    __device__ __forceinline__ Slots check(const Step& at, const RawSlots& raw) const {
+        Slots found;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            found.of[r] = raw.of[r].y == 0 && u32(raw.of[r].x) < u32(in_window(at.number) ? window.rows : extra.rows) ? raw.of[r].x : -1;
+        return found;
     }
     __device__ __forceinline__ Slots slots(const Step& at) const {  // absent behind the last item
         const int step = at.number, key = (begin + tile(step)) * TILE + row(step);
@@ -250,10 +283,18 @@ __device__ __forceinline__ void produce(Shared& s, const Producer& p, int item, 
     if (tiles == 0) return;
     Piece piece{};
     Step step{item, 0}, coming = p.after(step);
+#if RAW
+    const RawSlots raw = p.raw_slots(step), raw_coming = p.raw_slots(coming);
+    Slots slots = p.check(step, raw), coming_slots;
+#else
     Slots slots = p.slots(step), coming_slots = p.slots(coming);
+#endif
     const Source from(p, 0, slots);
 #pragma unroll
     for (int i = 0; i < UNITS; ++i) from.load(piece, i, slots);
+#if RAW
+    coming_slots = p.check(coming, raw_coming);
+#endif
     int turn = 0;  // tiles before this item
 #pragma unroll 1
     while (step.item < p.items) {
@@ -261,11 +302,20 @@ __device__ __forceinline__ void produce(Shared& s, const Producer& p, int item, 
         if (p.starts_tile(step.number)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
         MARK(2 * step.number + 1);
         const Step later = p.after(coming);
+#if RAW
+        const RawSlots raw_later = p.raw_slots(later);
+#else
         const Slots later_slots = p.slots(later);
+#endif
         put(s, p, step.number, tile & 1, piece, slots, coming.number, coming_slots);
         MARK(2 * step.number + 2);
         if (coming.number == 0) turn += tiles;
-        step = coming, coming = later, coming_slots = later_slots;
+        step = coming, coming = later;
+#if RAW
+        coming_slots = p.check(later, raw_later);
+#else
+        coming_slots = later_slots;
+#endif
     }
 }
 
