@@ -37,7 +37,7 @@ class Build:
         if (splits, clocks) not in self.kernels:
             macros = (f"SPLITS={splits}", *self.macros, *(("CLOCKS=1",) if clocks else ()))
             self.kernels[splits, clocks] = NativeKernel(
-                "sparse_mla_next.cu", "sparse_mla", ARGUMENTS + "P" * clocks, threads=self.threads, shared=216 * 1024,
+                "sparse_mla_next.cu", "sparse_mla", ARGUMENTS + "P" * clocks, threads=self.threads, shared=219 * 1024,
                 defines=macros,
             )  # fmt: skip
         return self.kernels[splits, clocks]

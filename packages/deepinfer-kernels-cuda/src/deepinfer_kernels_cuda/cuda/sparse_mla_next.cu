@@ -26,11 +26,11 @@
 #ifndef SPLITS  // blocks of a cluster
 #define SPLITS 1
 #endif
-#ifndef LOGITS_FIRST
-#define LOGITS_FIRST 0
+#ifndef ORDER
+#define ORDER 1
 #endif
 #ifndef RAW
-#define RAW 0
+#define RAW 1
 #endif
 #ifndef HALVES
 #define HALVES 0
@@ -55,7 +55,7 @@ constexpr float TWO_60 = 1152921504606846976.0f, TWO_66 = 73786976294838206464.0
 struct Shared {
     u8 query[TILE_BYTES];    // later: slices of the other blocks' results, where they have sent them; without others, the output
     u8 keys[2][TILE_BYTES];  // later, in a cluster: the output, on its way out
-    u32 weights[2048];
+    u32 weights[2][2048];    // probabilities, rows of 128 bytes as an operand
     float4 peers[8][64];  // of each other block and head: maximum, sum, factor that its slice is to be multiplied by
     float bias[2][TILE];
     float top[2][64];
@@ -418,14 +418,18 @@ __device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int 
             p[2 * i + r] = pack_bf16(x, y);
         }
     }
-    const u32 target = shared_address(s.weights) + 16 * c.thread;
+    const u32 target = shared_address(s.weights[buffer]) + c.row * 128 + (c.row & 7) * 16 + 4 * c.quad;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) store_shared4(target + 2048 * i, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
+    for (int i = 0; i < 8; ++i) {
+        store_shared(target ^ i * 16, p[2 * i]);
+        store_shared((target ^ i * 16) + 1024, p[2 * i + 1]);
+    }
+    fence_async_shared();
     named_arrive(2 + buffer, CONSUMERS);
 }
 
-// Queue o = o * 2^(old top - new top) + p * (this group's channels of the tile).
-__device__ __forceinline__ void start_product(Shared& s, Consumer& c, int buffer, const u32 (&p)[16], const float (&top)[2]) {
+// o = o * 2^(old top - new top).
+__device__ __forceinline__ void rescale(Consumer& c, const float (&top)[2]) {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -437,13 +441,28 @@ __device__ __forceinline__ void start_product(Shared& s, Consumer& c, int buffer
 #pragma unroll
         for (int i = 0; i < 128; ++i) c.value(i) *= factor[(i >> 1) & 1];
     }
+}
+
+// Queue o += probabilities * (this group's channels of the tile): probabilities in registers, or the other group's.
+__device__ __forceinline__ void start_own_product(Shared& s, Consumer& c, int buffer, const u32 (&p)[16]) {
     const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + c.group * 4 * BLOCK, BLOCK, 1024);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int k = i & 3, half = i >> 2;
-        wgmma_across(c.o[half], p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], 
+        wgmma_across(c.o[half], p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3],
                      operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16), 1);
+    }
+    wgmma_commit();
+}
+__device__ __forceinline__ void start_other_product(Shared& s, Consumer& c, int buffer) {
+    const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + c.group * 4 * BLOCK, BLOCK, 1024);
+    const u64 p = wgmma_operand(shared_address(s.weights[buffer]), 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int k = i & 3, half = i >> 2;
+        wgmma_across(c.o[half], operand_at(p, 2 * k), operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16), 1);
     }
     wgmma_commit();
 }
@@ -458,94 +477,85 @@ __device__ __forceinline__ void release_query(Shared& s, int rank) {
     if (lane < SIZE && lane != rank) peer_arrive(peer_address(shared_address(&s.ready), lane));
 }
 
-// Fragments of the other group's probabilities, and its maxima.
-__device__ __forceinline__ void take_probabilities(Shared& s, const Consumer& c, int buffer, u32 (&p)[16], float (&top)[2]) {
+// Wait for the other group's probabilities, take over its maxima.
+__device__ __forceinline__ void join_other(Shared& s, Consumer& c, int buffer) {
     named_sync(2 + buffer, CONSUMERS);
-    const u32 source = shared_address(s.weights) + 16 * c.thread;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint4 four = load_shared4(source + 2048 * i);
-        p[4 * i] = four.x, p[4 * i + 1] = four.y, p[4 * i + 2] = four.z, p[4 * i + 3] = four.w;
-    }
-    top[0] = s.top[buffer][c.row], top[1] = s.top[buffer][c.row + 8];
+    const float top[2] = {s.top[buffer][c.row], s.top[buffer][c.row + 8]};
+    rescale(c, top);
 }
 
-#if LOGITS_FIRST
-// A turn: the logits of the own tile; the product of the other group's tile before it, under which the own probabilities are made; the
-// own product. Group 0 begins with a turn without another's tile, and one of them ends with nothing but one.
+// ORDER 0: a turn is the product of the other group's tile, then logits and product of the own one. 1: the logits go first, and the
+// own probabilities are made under the other tile's product. 2: as 0, with the own logits queued behind the other's product.
+// Group 0 begins without another's tile, and one of them ends with nothing but one. `turn`: tiles of the items before.
 __device__ __forceinline__ void consume(Shared& s, Consumer& c, int turn, int tiles, float scale, int rank CLOCK_PARAMETER) {
-    const int buffer = c.group, other = 1 - c.group, first = (c.group ^ turn) & 1;  // `turn`: tiles of the items before
+    const int buffer = c.group, other = 1 - c.group, first = (c.group ^ turn) & 1;
     if (SIZE > 1 && first >= tiles) release_query(s, rank);
 #pragma unroll 1
     for (int own = first; own < tiles; own += 2) {
-        u32 p[16], q[16];
+        const int parity = ((turn + own) >> 1) & 1;
+        u32 p[16];
         float logit[32], top[2], sum[2];
-        barrier_wait(shared_address(&s.full[buffer]), ((turn + own) >> 1) & 1);
+#if ORDER == 1
+        barrier_wait(shared_address(&s.full[buffer]), parity);
         MARK(8 * (own >> 1) + 2);
-        start_logits(s, buffer, logit, ((turn + own) >> 1) & 1);
+        start_logits(s, buffer, logit, parity);
         wgmma_wait<0>();
         MARK(8 * (own >> 1) + 3);
         if (SIZE > 1 && own + 2 >= tiles) release_query(s, rank);
         if (own > 0) {
-            take_probabilities(s, c, other, p, top);
+            join_other(s, c, other);
             MARK(8 * (own >> 1) + 4);
-            start_product(s, c, other, p, top);
+            start_other_product(s, c, other);
         }
-        probabilities(s, c, buffer, scale, logit, q, top, sum);
+        probabilities(s, c, buffer, scale, logit, p, top, sum);
         MARK(8 * (own >> 1) + 5);
         wgmma_wait<0>();
         if (own > 0) release(s, c, other);
+#else
+        if (own > 0) {
+            join_other(s, c, other);
+            MARK(8 * (own >> 1) + 2);
+            start_other_product(s, c, other);
+#if ORDER == 2
+            barrier_wait(shared_address(&s.full[buffer]), parity);
+            start_logits(s, buffer, logit, parity);
+            wgmma_wait<1>();
+            release(s, c, other);
+            wgmma_wait<0>();
+        } else {
+            barrier_wait(shared_address(&s.full[buffer]), parity);
+            start_logits(s, buffer, logit, parity);
+            wgmma_wait<0>();
+        }
+#else
+            wgmma_wait<0>();
+            MARK(8 * (own >> 1) + 3);
+            release(s, c, other);
+        }
+        barrier_wait(shared_address(&s.full[buffer]), parity);
+        MARK(8 * (own >> 1) + 4);
+        start_logits(s, buffer, logit, parity);
+        wgmma_wait<0>();
+#endif
+        MARK(8 * (own >> 1) + 5);
+        if (SIZE > 1 && own + 2 >= tiles) release_query(s, rank);
+        probabilities(s, c, buffer, scale, logit, p, top, sum);
+#endif
         MARK(8 * (own >> 1) + 6);
-        start_product(s, c, buffer, q, top);
+        rescale(c, top);
+        start_own_product(s, c, buffer, p);
         c.sum[0] += sum[0], c.sum[1] += sum[1];
         wgmma_wait<0>();
         MARK(8 * (own >> 1) + 7);
         release(s, c, buffer);
     }
     if (tiles > 0 && c.group == ((turn + tiles) & 1)) {
-        u32 p[16];
-        float top[2];
-        take_probabilities(s, c, other, p, top);
-        start_product(s, c, other, p, top);
+        join_other(s, c, other);
+        start_other_product(s, c, other);
         wgmma_wait<0>();
         release(s, c, other);
     }
 }
-#else
-// A turn: the product of the other group's tile, then logits and product of the own one. Group 0 begins with half a turn, and one
-// of them ends with half a turn.
-__device__ __forceinline__ void consume(Shared& s, Consumer& c, int turn, int tiles, float scale, int rank CLOCK_PARAMETER) {
-    const int buffer = c.group, other = 1 - c.group, first = (c.group ^ turn) & 1;  // `turn`: tiles of the items before
-    if (SIZE > 1 && first >= tiles) release_query(s, rank);
-#pragma unroll 1
-    for (int own = first; own <= tiles; own += 2) {
-        u32 p[16];
-        float logit[32], top[2], sum[2];
-        if (own > 0) {
-            take_probabilities(s, c, other, p, top);
-            MARK(8 * (own >> 1) + 2);
-            start_product(s, c, other, p, top);
-            wgmma_wait<0>();
-            MARK(8 * (own >> 1) + 3);
-            release(s, c, other);
-        }
-        if (own == tiles) break;
-        barrier_wait(shared_address(&s.full[buffer]), ((turn + own) >> 1) & 1);
-        MARK(8 * (own >> 1) + 4);
-        start_logits(s, buffer, logit, ((turn + own) >> 1) & 1);
-        wgmma_wait<0>();
-        MARK(8 * (own >> 1) + 5);
-        if (SIZE > 1 && own + 2 >= tiles) release_query(s, rank);
-        probabilities(s, c, buffer, scale, logit, p, top, sum);
-        MARK(8 * (own >> 1) + 6);
-        start_product(s, c, buffer, p, top);
-        c.sum[0] += sum[0], c.sum[1] += sum[1];
-        wgmma_wait<0>();
-        MARK(8 * (own >> 1) + 7);
-        release(s, c, buffer);
-    }
-}
-#endif
 
 // Write COLUMNS channels, the values FIRST.. of this group's output, scaled, through shared memory.
 template <int COLUMNS, int FIRST>
