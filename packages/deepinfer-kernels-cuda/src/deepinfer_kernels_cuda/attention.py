@@ -26,7 +26,7 @@ _SPARSE_MLA = {
         threads=512,
         shared=216 * 1024,
         defines=(f"SPLITS={splits}",),
-    )  # fmt: skip
+    )
     for splits in (1, 2, 4, 8)
 }
 
