@@ -17,9 +17,18 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 #: Keys of a tile, heads of a block, blocks that may share one query.
 _TILE, _HEADS, _CLUSTER = 64, 64, 8
-_SPARSE_MLA = NativeKernel(
-    "sparse_mla.cu", "sparse_mla", "PqqPPqqqiiiiPPqqqiiiiPPqqPiif", threads=512, shared=216 * 1024
-)
+#: One build for each number of blocks that share a query.
+_SPARSE_MLA = {
+    splits: NativeKernel(
+        "sparse_mla.cu",
+        "sparse_mla",
+        "PqqPPqqqiiiiPPqqqiiiiPPqqPiifi",
+        threads=512,
+        shared=216 * 1024,
+        defines=(f"SPLITS={splits}",),
+    )
+    for splits in (1, 2, 4, 8)
+}
 
 
 def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
@@ -143,16 +152,17 @@ def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out
     blocks = -(-heads // _HEADS)
     tiles = -(-slots.shape[1] // _TILE) + -(-extra_slots.shape[1] // _TILE)
     splits = splits or choose_splits(t, blocks, tiles, sm_count(q.device))
-    require(splits in (1, 2, 4, 8), f"splits is {splits}; allowed: 1, 2, 4, 8")
-    _SPARSE_MLA(
-        (splits, blocks, t),
+    require(splits in _SPARSE_MLA, f"splits is {splits}; allowed: {', '.join(map(str, _SPARSE_MLA))}")
+    items = t * blocks  # without a cluster a block takes several of them, one after the other
+    _SPARSE_MLA[splits](
+        (items * splits if splits > 1 else min(items, sm_count(q.device)), 1, 1),
         q.data_ptr(), q.stride(0), q.stride(1),
         pool.data_ptr(), slots.data_ptr(), view.stride_page, view.stride_row, slots.stride(0), slots.shape[1],
         view.slots, view.page_size, _page_shift(view.page_size),
         extra_pool.data_ptr(), extra_slots.data_ptr(), extra.stride_page, extra.stride_row, extra_slots.stride(0),
         extra_slots.shape[1], extra.slots, extra.page_size, _page_shift(extra.page_size),
         sink.data_ptr() if sink is not None else 0, out.data_ptr(), out.stride(0), out.stride(1), lse.data_ptr(), heads,
-        int(slots.dtype == torch.int64), scale_log2, device=q.device, cluster=splits,
+        int(slots.dtype == torch.int64), scale_log2, items, device=q.device, cluster=splits,
     )  # fmt: skip
 
 

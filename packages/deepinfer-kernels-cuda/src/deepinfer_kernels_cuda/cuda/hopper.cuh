@@ -29,6 +29,18 @@ __device__ __forceinline__ u32 pack_bf16_relu(float lo, float hi) {
     return d;
 }
 
+// (lo, hi) as two f16, and back.
+__device__ __forceinline__ u32 pack_f16(float lo, float hi) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
+    return d;
+}
+__device__ __forceinline__ float2 unpack_f16(u32 pair) {
+    float2 d;
+    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %2;\ncvt.f32.f16 %0, lo;\ncvt.f32.f16 %1, hi;\n}" : "=f"(d.x), "=f"(d.y) : "r"(pair));
+    return d;
+}
+
 __device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
@@ -42,10 +54,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
 // nothing that they read is written, before this. Without it this is nothing.
 __device__ __forceinline__ void wait_for_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // mbarriers (shared addresses).
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }  // after init
 __device__ __forceinline__ void barrier_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
@@ -88,6 +103,27 @@ __device__ __forceinline__ u32 cluster_size() {
 }
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Alone, for blocks that only must have begun and made their barriers (behind fence.mbarrier_init).
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// An arrival at a barrier of another block (an address of the cluster), which orders nothing but itself; a wait for what they sent.
+__device__ __forceinline__ void peer_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void barrier_wait_cluster(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nretry:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra retry;\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
+// Sixteen bytes to another block, counted by a barrier there.
+__device__ __forceinline__ void send_async4(u32 address, u32 a, u32 b, u32 c, u32 d, u32 bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address), "r"(a),
+                 "r"(b), "r"(c), "r"(d), "r"(bar)
+                 : "memory");
 }
 __device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
     u32 d;
@@ -140,4 +176,7 @@ __device__ __forceinline__ void wgmma_wait() {
 // stride: bytes between groups of 8 rows.
 __device__ __forceinline__ u64 wgmma_operand(u32 address, u32 leading, u32 stride) {
     return (u64(1) << 62) | (u64(stride >> 4) << 32) | (u64(leading >> 4) << 16) | ((address & 0x3ffff) >> 4);
+}
+__device__ __forceinline__ u64 operand_at(u64 operand, u32 offset) {  // in units of 16 bytes, of the same matrix
+    return (operand & 0xffffffff00000000ull) | u32(u32(operand) + offset);
 }
