@@ -143,9 +143,6 @@ __device__ __forceinline__ uint4 peer_load4(u32 address) {
 __device__ __forceinline__ void peer_store(u32 address, u32 value) {
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
-__device__ __forceinline__ void peer_store4(u32 address, float a, float b, float c, float d) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
 
 // Shared memory by address.
 __device__ __forceinline__ void store_shared(u32 address, u32 value) {
