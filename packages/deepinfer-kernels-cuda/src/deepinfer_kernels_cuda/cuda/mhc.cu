@@ -43,7 +43,10 @@ __device__ __forceinline__ void copy_out(void* target, u32 source, u32 bytes) {
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void copies_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-__device__ __forceinline__ void peer_arrive(u32 bar) {
+__device__ __forceinline__ void peer_store4(u32 address, float a, float b, float c, float d) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+__device__ __forceinline__ void peer_release(u32 bar) {
     asm volatile("fence.acq_rel.cluster;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 __device__ __forceinline__ void cluster_wait(u32 bar, u32 parity) {
@@ -250,7 +253,7 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, int tiles, 
         const u32 to = shared + SQUARES_AT + ((n & 3) * RANKS + rank) * TOKENS * 4 + (lane & 1) * 16;
         peer_store4(peer_address(to, lane >> 1), squares.x, squares.y, squares.z, squares.w);
         __syncwarp();
-        if (lane < RANKS) peer_arrive(peer_address(bars.message(n), lane));
+        if (lane < RANKS) peer_release(peer_address(bars.message(n), lane));
     }
 }
 
