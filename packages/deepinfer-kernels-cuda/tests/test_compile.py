@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -10,8 +11,10 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
-from deepinfer_kernels_cuda.aot import CompileReport, CompileReportError  # noqa: E402
+from deepinfer_kernels_cuda.aot import CompileReport, CompileReportError, machine_text  # noqa: E402
 from deepinfer_kernels_cuda.catalogue import SPECS  # noqa: E402
+from deepinfer_kernels_cuda.experts import NARROW  # noqa: E402
+from deepinfer_kernels_cuda.native import compile_native, native_reason  # noqa: E402
 
 CASES = [
     pytest.param(spec, arch, id=f"{spec.name}-sm{arch}", marks=[] if spec.quick else pytest.mark.slow)
@@ -27,6 +30,18 @@ def test_kernel_compiles_within_limits(spec, arch) -> None:
     report = spec.compile(arch)
     assert report.arch == arch
     assert report.registers > 8
+
+
+def test_products_of_the_experts_stay_under_way() -> None:
+    """The compiler waits after each product, silently, where it cannot keep the operands of those under way apart."""
+    if native_reason() is not None:
+        pytest.skip(native_reason())
+    code = compile_native("experts.cu", 90, NARROW.defines)
+    for entry in ("experts_up", "experts_down"):
+        sass = machine_text(code, entry)
+        products, waits = (len(re.findall(word, sass)) for word in (r"\bHGMMA\b", r"\bWARPGROUP\.DEPBAR\b"))
+        assert products == 6 * 8 * 4, "six widths, eight batches of four products"
+        assert waits == 6 * 9, "a wait a batch and one at the end of a stage"
 
 
 def test_names_are_unique() -> None:

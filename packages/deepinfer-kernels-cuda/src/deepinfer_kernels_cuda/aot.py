@@ -145,10 +145,15 @@ def report(kernel: Any, name: str, arch: int) -> CompileReport:
     )
 
 
+def machine_text(code: bytes, entry: str) -> str:
+    """The instructions of one entry of CUDA C++ machine code."""
+    return next(part for part in _dump(code, "-sass").split("Function : ")[1:] if part.split()[0] == entry)
+
+
 def native_report(code: bytes, entry: str, arch: int, shared: int) -> CompileReport:
     """The same of one entry of CUDA C++ machine code; `shared` is what its launch asks for, bytes."""
     usage = next(part for part in _dump(code, "-res-usage").split(" Function ")[1:] if part.startswith(f"{entry}:"))
-    sass = next(part for part in _dump(code, "-sass").split("Function : ")[1:] if part.split()[0] == entry)
+    sass = machine_text(code, entry)
     return CompileReport(
         name=entry,
         arch=arch,
