@@ -54,7 +54,7 @@ def run_router(recorder: Recorder) -> None:
         recorder.record(
             "router",
             f"t={t}",
-            "portable",
+            "sm90" if t >= 512 else "portable",
             lambda: kernels.router(x, weight, bias, k=6, normalise=True, scale=1.5),
             nbytes=t * D * 2 + weight.numel() * 2,
             flops=2 * t * D * 384,
