@@ -95,8 +95,8 @@ class Round:
     runs: dict[str, Run]
     equal: int  # answers of auto with the tokens of off
     answers: int
-    emitted: int  # by auto's rows while it was on
-    rows: int
+    emitted: int  # by auto's verification steps
+    rows: int  # those steps, one a row that verified a draft
     on: int  # steps of auto that were on
     steps: int
 

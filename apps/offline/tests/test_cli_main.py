@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import types
@@ -279,6 +280,14 @@ def test_help_teaches(cli):
         "auto|native|vllm",
     ):
         assert words in out, words
+
+
+def test_help_names_flags_in_full_on_a_narrow_terminal(cli, monkeypatch):
+    """80 columns: a name that is cut could not be typed. Of the pairs, `--no-...` follows from the other one."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = cli("run", "--help")
+    assert max(map(len, out.splitlines())) <= 80
+    assert all(cut.startswith("--no-") for cut in re.findall(r"--\S*…", out))
 
 
 def test_commands_are_listed_and_misspelt_ones_named(cli):

@@ -355,7 +355,11 @@ def test_what_does_not_fit_is_refused_by_name(made: tuple[Path, Path], tmp_path:
     small = make_target(tmp_path / "small", num_hidden_layers=2)
     for folder, options, words in (
         (small, {"speculative": "dspark", "draft_model": made[1]}, "num_target_layers 3; this one's is 2"),
-        (made[0], {"speculative": "auto", "draft_model": tmp_path / "nothing"}, "no readable draft configuration"),
+        (
+            made[0],
+            {"speculative": "auto", "draft_model": tmp_path / "nothing"},
+            "it is not a folder with a config.json",
+        ),
         (made[0], {"speculative": "dspark"}, "give one with --draft-model"),
     ):
         with pytest.raises(EngineStartError, match=words):

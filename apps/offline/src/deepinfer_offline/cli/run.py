@@ -71,15 +71,18 @@ def run(
     order: Annotated[
         str,
         typer.Option(
-            metavar="prefix|input",
-            help="Run lines that share the start of their prompts together, or in input order. Results keep input order.",
+            metavar="HOW",
+            help="prefix runs lines that share the start of their prompts together, input runs them as they come. Results keep "
+            "input order.",
             rich_help_panel=_SPEED,
         ),
     ] = "prefix",
     speculative: Annotated[
         str,
         typer.Option(
-            metavar="off|auto|dspark|ngram|suffix", help="How draft tokens are guessed.", rich_help_panel=_SPEED
+            metavar="HOW",
+            help="How draft tokens are guessed: off, auto, dspark, ngram or suffix.",
+            rich_help_panel=_SPEED,
         ),
     ] = "off",
     on_unsupported: Annotated[
@@ -118,22 +121,27 @@ def run(
         int | None, typer.Option(parser=_whole, metavar="N", help="Tokens in a KV block.", rich_help_panel=_SPEED)
     ] = None,
     prefix_caching: Annotated[
-        bool, typer.Option(help="Compute equal starts of prompts once.", rich_help_panel=_SPEED)
+        bool, typer.Option(metavar=" ", help="Compute equal starts of prompts once.", rich_help_panel=_SPEED)
     ] = True,
     window_strategy: Annotated[
         str,
         typer.Option(
-            metavar="auto|bounded|full|periodic|exact",
-            help="What a hit in the prefix cache means for sliding windows; periodic(N) keeps one every N tokens.",
+            metavar="WAY",
+            help="What a hit in the prefix cache means for sliding windows: auto, bounded, full, exact, or periodic(N), which "
+            "keeps one every N tokens.",
             rich_help_panel=_SPEED,
         ),
     ] = "auto",
     decoder_replay: Annotated[
         bool,
-        typer.Option(help="V4.1: prompts pass the decoder layers with their last window only.", rich_help_panel=_SPEED),
+        typer.Option(
+            metavar=" ",
+            help="V4.1: prompts pass the decoder layers with their last window only.",
+            rich_help_panel=_SPEED,
+        ),
     ] = True,
     async_scheduling: Annotated[
-        bool, typer.Option(help="Plan the next step while this one runs.", rich_help_panel=_SPEED)
+        bool, typer.Option(metavar=" ", help="Plan the next step while this one runs.", rich_help_panel=_SPEED)
     ] = True,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a JSON report of the run.", rich_help_panel=_OUTPUT)
