@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import deepinfer_kernels_cuda as kernels
 import torch
-from deepinfer_kernels_cuda import experts, mhc, overlap
+from deepinfer_kernels_cuda import overlap
 from gpu_engine import make_requests, run_job  # pyrefly: ignore
-from gpu_engine_v41 import PREFILL, SLICE, build, check_logits, decode, few_layers, prefill_profile  # pyrefly: ignore
+from gpu_engine_v41 import PREFILL, SLICE, build, check_logits, decode, prefill_profile  # pyrefly: ignore
 
 
 @dataclass(frozen=True)
@@ -27,50 +25,30 @@ class Way:
         name: printed.
         mode: `overlap.MODE`.
         aside: whether decode steps have a branch.
-        pairs: `experts.DECODE_ONCE_PAIRS`.
-        chunk: tokens of a hyper-connection pass at prefill; 0 takes all at once.
-        beside: whether its projection runs on a stream of its own.
     """
 
     name: str
     mode: int = overlap.DRAIN
     aside: bool = False
-    pairs: int = 64
-    chunk: int = 0
-    beside: bool = False
 
 
-NEVER = 1 << 30
 WAYS = (
-    Way("as before", overlap.OFF, pairs=NEVER),
-    Way("off, decode_once", overlap.OFF),
+    Way("off", overlap.OFF),
     Way("drain"),
     Way("drain, aside", aside=True),
     Way("early, aside", overlap.EARLY, aside=True),
-    Way("drain, chunks of 1024", chunk=1024),
-    Way("drain, chunks of 1024 beside", chunk=1024, beside=True),
 )
 
 
-def take(way: Way, engine: Any, kept: Callable[..., Any]) -> None:
+def take(way: Way, engine: Any) -> None:
     """Switch the engine over; what was captured is captured again."""
-    from gpu_next import mhc_chunked  # pyrefly: ignore
-
-    overlap.MODE, experts.DECODE_ONCE_PAIRS = way.mode, way.pairs
+    overlap.MODE = way.mode
     runner = engine._parts.runner
-    runner.model.backbone.aside.enabled = way.aside and torch.cuda.is_available()
+    runner.model.backbone.aside.enabled = way.aside
     if runner._graphs is not None:
         torch.cuda.synchronize()
         runner._graphs._captured.clear()
         runner._graphs._pool = None
-    side = torch.cuda.Stream() if way.beside else None
-
-    def step(streams: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        if not way.chunk or streams.shape[0] <= mhc._ONE_PASS_TOKENS or options.get("output") is None:
-            return kept(streams, *arguments, **options)
-        return mhc_chunked(streams, *arguments, chunk=way.chunk, side=side, **options)
-
-    kernels.mhc_step = step  # pyrefly: ignore
 
 
 def measure(engine: Any, count: int, context: int, steps: int, profiled: int) -> str:
@@ -82,20 +60,6 @@ def measure(engine: Any, count: int, context: int, steps: int, profiled: int) ->
         f"{count:3d}: step {line['step_ms']:.3f} ms, busy {line['busy_ms']:.3f}, idle {line['idle']:.4f}, under the profiler "
         f"{line['idle_profiled']:.4f}; prefill {rate:,} tokens/s ({rate / PREFILL:.3f})"
     )
-
-
-def dry_run() -> int:
-    """Everything but the measurements, on a CPU: a tiny model of the same kind, every way, equal tokens."""
-    small = {"vocab_size": 1000, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 64, "qk_rope_head_dim": 16,
-             "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 32, "n_routed_experts": 8,
-             "moe_intermediate_size": 32, "sliding_window": 16, "index_topk": 16}  # fmt: skip
-    config = few_layers()
-    config = config | {"text_config": config["text_config"] | small}
-    engine = build(config, device="cpu", dtype="float32", max_running=4, max_tokens_per_step=128, kv_memory=64 << 20,
-                   max_model_len=256)  # fmt: skip
-    print(type(engine._parts.runner.model.backbone).__name__)
-    print(len(run_job(engine, make_requests(3, 40, 5, 900))[1]), "answers")
-    return 0
 
 
 def run(argv: list[str]) -> int:
@@ -113,11 +77,7 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--check-length", type=int, default=400)
     parser.add_argument("--seconds", type=float, default=90, help="no further way is begun after so many")
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU: imports, arguments and a tiny model")
     asked = parser.parse_args(argv)
-    if asked.dry_run:
-        torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-        return dry_run()
     if not torch.cuda.is_available():
         sys.stderr.write("no CUDA device\n")
         return 2
@@ -131,22 +91,20 @@ def run(argv: list[str]) -> int:
         max_model_len=asked.context + 512,
     )  # fmt: skip
     print(f"loaded in {time.perf_counter() - begin:.1f} s", flush=True)
-    kept = kernels.mhc_step
-    expected: dict[Any, Any] = {}  # ways that sum in another order have an answer of their own
+    expected: dict[str, list[int]] = {}
     for number in asked.ways:
         way, start = WAYS[number], time.perf_counter()
         if start - begin > asked.seconds:
             print(f"no time for {way.name}")
             continue
         try:
-            take(way, engine, kept)
+            take(way, engine)
             answers = run_job(engine, make_requests(8, 300, 24, 129000))[1]
             engine._stats.computed_prompt_tokens = 0
-            first = expected.setdefault((way.pairs, way.chunk), answers)
-            same = sum(answers[name] == first[name] for name in first)
-            wrong += same < len(first)
-            alone = " (the first of its kind)" if first is answers else ""
-            print(f"{way.name}: {same} of {len(first)} answers as before{alone}", flush=True)
+            expected = expected or answers
+            same = sum(answers[name] == expected[name] for name in expected)
+            wrong += same < len(expected)
+            print(f"{way.name}: {same} of {len(expected)} answers as those of the first way", flush=True)
             for count in asked.counts:
                 print("   ", measure(engine, count, asked.context, asked.steps, 8), flush=True)
             if number in asked.profile:
@@ -161,6 +119,4 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import gpu_engine_v41  # noqa: F401  # pyrefly: ignore
-
     raise SystemExit(run(sys.argv[1:]))
