@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 _CAUSE = re.compile(
@@ -75,7 +75,7 @@ class Log:
 
 
 @contextmanager
-def captured_output(*, show: bool) -> Iterator[Log]:
+def captured_output(*, show: bool) -> Generator[Log]:
     """Capture file descriptors 1 and 2, those of child processes included.
 
     Args:

@@ -6,7 +6,7 @@ other reads, and their gaps are nobody's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -31,7 +31,7 @@ class Aside:
         self._open = False
 
     @contextmanager
-    def fork(self, rows: int) -> Iterator[None]:
+    def fork(self, rows: int) -> Generator[None]:
         """What is enqueued in here may run beside what follows, until `join`."""
         if not self.enabled or rows > _MOST_ROWS:
             yield
