@@ -95,7 +95,7 @@ def test_a_rank_that_does_not_lead_takes_what_the_first_one_says(told):
 def test_the_log_says_what_is_going_on(told):
     assert "Adaptive verification is planned by deepinfer-specdec." in told["log"]
     assert "DeepInfer prices" in told["log"]
-    assert "tokens a request and step" in told["log"]
+    assert "tokens a verification step" in told["log"]
 
 
 def test_vllm_is_as_it_was_after_the_engine(told):
