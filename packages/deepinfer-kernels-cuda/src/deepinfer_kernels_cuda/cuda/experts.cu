@@ -1,4 +1,4 @@
-#include "wgmma_widths.cuh"
+#include "wgmma.cuh"
 // Grouped MXFP4 GEMM for many tokens an expert: out[row] = x[row] @ W[expert]^T, clamped SwiGLU or scatter fused.
 //
 // `gather_rows` sorts the tokens' rows by expert into planes of 64 columns: a row is 128 bytes, its 16-byte pieces exchanged as
