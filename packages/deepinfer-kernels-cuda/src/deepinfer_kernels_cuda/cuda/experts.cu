@@ -40,11 +40,6 @@ struct Problem {
     float limit;
 };
 
-__device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
-    u32 d;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
 __device__ __forceinline__ u32 twice_low(u32 a) {
     u32 d;
     asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\nmov.b32 %0, {lo, lo};\n}" : "=r"(d) : "r"(a));
@@ -75,16 +70,6 @@ __device__ __forceinline__ constexpr int width_of(int tokens) {
     if (TOKENS <= 80) return tokens <= 32 ? 32 : tokens <= 48 ? 48 : tokens <= 56 ? 56 : tokens <= 64 ? 64 : tokens <= 72 ? 72 : 80;
     return tokens <= 64 ? 64 : tokens <= 80 ? 80 : tokens <= 96 ? 96 : tokens <= 104 ? 104 : tokens <= 112 ? 112 : tokens <= 120 ? 120 : 128;
 }
-
-__device__ __forceinline__ void bulk_store(void* target, u32 source, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void bulk_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
-}
-__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Two 8 x 8 blocks of bfloat16, a thread holding two values of a row, to rows of 16 bytes that hold a column each.
 __device__ __forceinline__ void store_columns(u32 address, u32 a, u32 b) {

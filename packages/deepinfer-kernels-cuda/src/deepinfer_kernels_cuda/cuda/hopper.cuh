@@ -41,6 +41,18 @@ __device__ __forceinline__ float2 unpack_f16(u32 pair) {
     return d;
 }
 
+// Two e4m3 as f16.
+__device__ __forceinline__ u32 e4m3_halves(u32 codes) {
+    u32 d;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(u16(codes)));
+    return d;
+}
+
+__device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {  // two at once
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
 __device__ __forceinline__ float bf16_low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float bf16_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
@@ -80,6 +92,16 @@ __device__ __forceinline__ void copy_bulk(u32 target, const void* source, u32 by
                  "l"(source), "r"(bytes), "r"(bar)
                  : "memory");
 }
+// From shared memory; a thread waits for its own groups, until what they read may be overwritten, or until all is written.
+__device__ __forceinline__ void bulk_store(void* target, u32 source, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Barriers of some of a block's warps.
 __device__ __forceinline__ void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

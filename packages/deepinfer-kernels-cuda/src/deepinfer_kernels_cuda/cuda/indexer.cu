@@ -36,12 +36,6 @@ __device__ __forceinline__ void multiply_warp(float (&d)[4], u32 a0, u32 a1, u32
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
-    u32 d;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
-
 // Eight codes to four pairs (code p, code p + 4). A product with two bits set puts sign and magnitude in place at once.
 __device__ __forceinline__ void decode(u32 w, u32 factor, u32 (&pair)[4]) {
     const u32 v = w >> 8;

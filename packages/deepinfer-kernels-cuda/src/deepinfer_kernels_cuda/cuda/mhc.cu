@@ -37,25 +37,11 @@ constexpr u32 BARRIERS_AT = SEND_AT + 32;
 constexpr u32 BYTES = BARRIERS_AT + 8 * (3 * SLOTS + ROW_SLOTS + 8);
 static_assert(BYTES <= 227 * 1024, "shared memory");
 
-__device__ __forceinline__ void copy_out(void* target, u32 source, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void copies_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void copies_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void peer_store4(u32 address, float a, float b, float c, float d) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 __device__ __forceinline__ void peer_release(u32 bar) {
     asm volatile("fence.acq_rel.cluster;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void cluster_wait(u32 bar, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nretry:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra retry;\n}" ::"r"(bar),
-        "r"(parity)
-        : "memory");
 }
 __device__ __forceinline__ float4 load_floats(u32 address) {
     const uint4 d = load_shared4(address);
@@ -269,7 +255,7 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Tiles ti
     const float bias = lane < 16 ? base[8 + lane] : lane < 24 ? base[lane - 16] : 0.0f;
     const float factor = lane < 16 ? scale[2] : lane < 20 ? scale[0] : scale[1];
     for (int n = 0; n < tiles.count; ++n) {
-        cluster_wait(bars.message(n), n >> 2 & 1);
+        barrier_wait_cluster(bars.message(n), n >> 2 & 1);
         const int mine = int(rank) - 8 * (n & 1);
         const bool own = mine >= 0 && mine < tiles.here(n);
         float sum = 0;
@@ -334,7 +320,7 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Tiles tiles
     const u64 width = 2ull * RANKS * CHANNELS;
     barrier_wait(bars.constants(), 0);
     for (int n = 0; n < tiles.count; ++n) {
-        cluster_wait(bars.message(n), n >> 2 & 1);
+        barrier_wait_cluster(bars.message(n), n >> 2 & 1);
         const u32 from = shared + SQUARES_AT + ((n & 3) * RANKS + (lane & 7)) * TOKENS * 4 + (first + (lane >> 3)) * 4;
         float square = load_float(from) + load_float(from + 8 * TOKENS * 4);
         __syncwarp();
@@ -359,13 +345,13 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Tiles tiles
         fence_async_shared();
         __syncwarp();
         if (lane < 4 && first + lane < tiles.here(n))
-            copy_out(x + (tiles.token(n) + first + lane) * width + rank * ROW, rows + lane * ROW_PITCH, ROW);
-        copies_commit();
-        copies_read();
+            bulk_store(x + (tiles.token(n) + first + lane) * width + rank * ROW, rows + lane * ROW_PITCH, ROW);
+        bulk_commit();
+        bulk_wait_read<0>();
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.normalised(n));
     }
-    copies_done();
+    bulk_wait();
 }
 
 // streams [t, 4, d], output [t, d], weight [d], new_streams, x: bfloat16. post, pre [t, 4], comb [t, 4, 4]: float32.

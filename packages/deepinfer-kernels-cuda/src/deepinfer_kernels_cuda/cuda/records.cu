@@ -46,22 +46,7 @@ __device__ __forceinline__ u32 e4m3_pair(float lo, float hi) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
     return d;
 }
-__device__ __forceinline__ u32 half_pair(float lo, float hi) {
-    u32 d;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-    return d;
-}
-__device__ __forceinline__ u32 e4m3_halves(u32 codes) {
-    u32 d;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(u16(codes)));
-    return d;
-}
-__device__ __forceinline__ float half_low(u32 pair) {
-    float d;
-    asm("{\n.reg .b16 lo, hi;\nmov.b32 {lo, hi}, %1;\ncvt.f32.f16 %0, lo;\n}" : "=f"(d) : "r"(pair));
-    return d;
-}
-__device__ __forceinline__ float e4m3_value(u32 code) { return half_low(e4m3_halves(code)); }
+__device__ __forceinline__ float e4m3_value(u32 code) { return unpack_f16(e4m3_halves(code)).x; }
 
 struct Pool {
     u8* start;
@@ -84,8 +69,8 @@ __device__ __forceinline__ Place find(const Pool& pool, i64 slot) {
 // Times 2^-14 the values 0 .. 6 take float16's subnormal and first normal exponents just as e2m1 has them, so that rounding bits
 // rounds values. float16 keeps ties: a bfloat16 over an e4m3 number is a tie or off by 1/300 and more.
 __device__ __forceinline__ u32 e2m1_bytes(u32 first, u32 second, float over) {
-    const u32 even = half_pair(bf16_low(first) * over, bf16_low(second) * over);
-    const u32 odd = half_pair(bf16_high(first) * over, bf16_high(second) * over);
+    const u32 even = pack_f16(bf16_low(first) * over, bf16_low(second) * over);
+    const u32 odd = pack_f16(bf16_high(first) * over, bf16_high(second) * over);
     const auto rounded = [](u32 pair) {
         u32 size = pair & 0x7fff7fffu;
         asm("min.f16x2 %0, %0, %1;" : "+r"(size) : "r"(0x0e000e00u));  // 6

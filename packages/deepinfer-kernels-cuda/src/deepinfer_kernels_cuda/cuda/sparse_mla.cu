@@ -46,19 +46,6 @@ struct Records {
     }
 };
 
-__device__ __forceinline__ u32 multiply_bf16(u32 a, u32 b) {
-    u32 d;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
-
-// Two e4m3 as f16.
-__device__ __forceinline__ u32 scale_halves(u16 scales) {
-    u32 d;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(scales));
-    return d;
-}
-
 // Two chunks at once: registers of one are not reused before the other is stored.
 __device__ __forceinline__ void store_chunks(u32 first, u32 second, const u32 (&x)[8]) {
     asm volatile("st.shared.v4.u32 [%0], {%2, %3, %4, %5};\nst.shared.v4.u32 [%1], {%6, %7, %8, %9};" ::"r"(first), "r"(second),
@@ -184,7 +171,7 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int chunk = (first & 1) * 4;
-            const float2 scales = unpack_f16(scale_halves(slots.of[i >> 2] < 0 ? 0 : piece.scale[i]));
+            const float2 scales = unpack_f16(e4m3_halves(slots.of[i >> 2] < 0 ? 0 : piece.scale[i]));
             const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
             const u32 block = target + (i >> 2) * 1024 + ((first >> 1) + 2 * (i & 3)) * BLOCK;
             decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
