@@ -43,20 +43,23 @@ class Result:
 _FLUSH: list[torch.Tensor] = []
 
 
-def _flush() -> None:
+def _flush(*, clean: bool) -> None:
     if not _FLUSH:
         _FLUSH.append(torch.empty(64 * 2**20, dtype=torch.int32, device="cuda"))  # 256 MB, over four times the L2
-    _FLUSH[0].zero_()
+    _FLUSH[0].sum() if clean else _FLUSH[0].zero_()
 
 
-def time_cold(fn: Callable[[], Any], repeats: int = 15) -> float:
-    """Median device microseconds of one call with the L2 flushed before it (calls queue behind the flush)."""
+def time_cold(fn: Callable[[], Any], repeats: int = 15, *, clean: bool = False) -> float:
+    """Median device microseconds of one call with the L2 flushed before it (calls queue behind the flush).
+
+    A flush that writes leaves lines that are written back during the call; a `clean` one reads.
+    """
     fn()
     torch.cuda.synchronize()
     pairs = []
     for _ in range(repeats):
         torch.cuda._sleep(400_000)  # about 0.2 ms, in which the host queues what follows
-        _flush()
+        _flush(clean=clean)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         fn()

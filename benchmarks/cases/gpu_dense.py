@@ -13,7 +13,6 @@ import argparse
 import functools
 import json
 import multiprocessing
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from deepinfer_kernels_cuda.dense import Tiles, dense_linear
 from deepinfer_kernels_cuda.llama_rows import llama_norm, silu_mul
+from gpu_bench import time_warm
 
 EPS = 1e-5
 ROWS = (8, 64, 256, 1000)
@@ -128,25 +128,6 @@ def check(shape: Shape, tiles: Tiles) -> tuple[float, float] | str:
     return worst
 
 
-def graph_us(launch: Callable[[], Any], calls: int, repeats: int = 7) -> float:
-    """Microseconds a call of `launch`, which enqueues `calls` of them, replayed as a graph."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
-
-
 def name_of(t: Tiles) -> str:
     return f"{t.rows}x{t.outputs}x{t.inputs}/w{t.warps}s{t.stages}n{t.norm}"
 
@@ -158,7 +139,7 @@ def sweep(shape: Shape, rows: int, right: dict[tuple[Shape, Tiles], bool]) -> Ti
     x, weights, gain, residual = tensors(shape, rows, copies)
 
     def each(fn: Callable[..., Any]) -> float:
-        return graph_us(lambda: [fn(x, w, gain, residual) for w in weights], copies)
+        return time_warm(lambda: [fn(x, w, gain, residual) for w in weights], 1) / copies
 
     before = each(functools.partial(separate, shape))
     timed = {t: each(functools.partial(fused, shape, t)) for t in candidates(shape, rows) if right.get((shape, t))}
@@ -197,7 +178,7 @@ def layers(rows: int, best: dict[tuple[str, int], Tiles], count: int = 30) -> No
     )
     want = want.double().clone()
     for name, product in (("separate", separate), ("one kernel", chosen)):
-        us = graph_us(lambda product=product: walk(product), count)
+        us = time_warm(lambda product=product: walk(product), 1) / count
         torch.cuda.synchronize()
         close = error(hidden, want)
         print(

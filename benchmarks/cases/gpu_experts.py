@@ -44,10 +44,10 @@ def run_experts(
     active = ids.unique().numel()
     nbytes = active * expert_bytes() + tokens * HIDDEN * 4 + tokens * TOP_K * (INTER * 2 + HIDDEN) * 2
     flops = tokens * TOP_K * 3 * INTER * HIDDEN * 2
-    chosen, tile = experts.gemm_config, experts._token_tile
+    chosen, tile = experts.gemm_config, experts.token_tile
     for config in configs:
         if config is not None:
-            experts._token_tile = lambda _tokens, bt=config[0]: bt
+            experts.token_tile = lambda _tokens, bt=config[0]: bt
             experts.gemm_config = lambda _tile, fp4, c=config: c[1:]  # noqa: ARG005
         try:
             out = experts.moe_experts(x, ids, gates, packed, limit=10.0)
@@ -68,7 +68,7 @@ def run_experts(
         except Exception as failure:
             print(f"moe t={tokens} {config} FAILED {type(failure).__name__}: {str(failure)[:300]}", flush=True)
         finally:
-            experts.gemm_config, experts._token_tile = chosen, tile
+            experts.gemm_config, experts.token_tile = chosen, tile
     if tokens * TOP_K >= 64 * count:
         run_decode_once(recorder, count, tokens, made, (x, ids, gates), nbytes, flops)
 

@@ -10,7 +10,7 @@ import sys
 import torch
 from deepinfer_kernels_cuda import experts, weights
 from deepinfer_kernels_cuda.reference import experts as reference
-from gpu_bench import _timed, relative_error, time_cold, time_warm
+from gpu_bench import measure_ceilings, relative_error, time_cold, time_warm
 
 HIDDEN, INTER, TOP_K, LIMIT = 5120, 2304, 6, 10.0
 
@@ -90,15 +90,8 @@ def check() -> None:
     print(f"  4096 of 384, against `tile`  err {error:.2e} worst row {worst:.2e}", flush=True)
 
 
-def ceiling() -> float:
-    x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(3):
-        x @ y
-    return 2 * 8192**3 / sorted(_timed(lambda: x @ y) for _ in range(9))[4] / 1e6
-
-
 def timing(sizes: list[str]) -> None:
-    rate = ceiling()
+    rate = measure_ceilings().bf16_tflops
     print(f"bf16 {rate:.0f} TFLOP/s")
     made: dict[int, experts.PackedExperts] = {}
     for size in sizes:

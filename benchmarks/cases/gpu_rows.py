@@ -14,10 +14,9 @@ from typing import Any
 
 import deepinfer_kernels_cuda as kernels
 import torch
-from deepinfer_kernels_cuda import mhc, rows
-from deepinfer_kernels_cuda.reference import records
+from deepinfer_kernels_cuda import mhc, records
+from deepinfer_kernels_cuda.reference import records as reference
 from gpu_bench import measure_ceilings, time_cold, time_warm
-from gpu_next import time_clean
 
 D, S = 5120, 4
 
@@ -110,7 +109,7 @@ def time_mhc(way: str, t: int, copy: float) -> None:
     tensors, options = mhc_inputs(t, D)
     call = lambda: kernels.mhc_step(*tensors, **options)  # noqa: E731
     ceiling = (t * D * 2 * (2 * S + 2) + 24 * S * D * 4) / copy / 1e3
-    cold, clean, warm = time_cold(call, 11), time_clean(call), time_warm(call, 10, 5)
+    cold, clean, warm = time_cold(call, 11), time_cold(call, 11, clean=True), time_warm(call, 10, 5)
     print(f"  {way:24s} t={t:<6d} cold {cold:7.1f} clean {clean:7.1f} warm {warm:7.1f} us, of copy {ceiling / cold:.1%}"
           f" {ceiling / clean:.1%} {ceiling / warm:.1%}", flush=True)  # fmt: skip
 
@@ -142,7 +141,7 @@ class Insert:
             pages = -(-2 * t // 64)
             self.pool = torch.full((pages, 64 * 584 + 128), 0xFF, dtype=torch.uint8, device="cuda")[:, : 64 * 584 + 64]
         else:
-            pool = records.new_pool(-(-2 * t // page) * page, fmt, 512, "cuda")
+            pool = reference.new_pool(-(-2 * t // page) * page, fmt, 512, "cuda")
             self.pool = pool.view(-1, page, pool.shape[-1]) if page > 1 else pool
             self.pool.fill_(0xFF)
 
@@ -161,8 +160,8 @@ class Insert:
 
 def use_warps(blocks: int) -> None:
     """Which kernel inserts: 0 is Triton's."""
-    rows._WARP_ROWS = 1 if blocks else 1 << 30
-    rows._WARP_BLOCKS = blocks or 4
+    records._WARP_ROWS = 1 if blocks else 1 << 30
+    records._WARP_BLOCKS = blocks or 4
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -206,7 +205,7 @@ def time_records(way: int, t: int, copy: float) -> None:
         }
         for op, (call, nbytes) in calls.items():
             ceiling = nbytes / copy / 1e3
-            cold, clean, warm = time_cold(call, 11), time_clean(call), time_warm(call, 10, 5)
+            cold, clean, warm = time_cold(call, 11), time_cold(call, 11, clean=True), time_warm(call, 10, 5)
             print(f"  {op} {fmt:6s} t={t:<6d} {name:8s} cold {cold:6.1f} clean {clean:6.1f} warm {warm:6.1f} us, of copy"
                   f" {ceiling / cold:.1%} {ceiling / clean:.1%} {ceiling / warm:.1%}", flush=True)  # fmt: skip
 

@@ -34,7 +34,7 @@ def start(folder, output, **environment):
 
 
 def finish(process):
-    _, errors = process.communicate(timeout=600)
+    _, errors = process.communicate(timeout=60)
     return process.returncode, errors.decode()
 
 
@@ -112,9 +112,9 @@ def test_a_reader_of_messages_that_goes_away_does_not_end_the_job(tmp_path):
     command = [sys.executable, str(DRIVER), "run", str(tmp_path / "in.jsonl"), "-o", str(output)]
     process = subprocess.Popen([*command, "--report", str(report)], stderr=subprocess.PIPE)
     process.stderr.close()
-    assert process.wait(timeout=600) == 1, "two lines are bad"
+    assert process.wait(timeout=60) == 1, "two lines are bad"
     assert len(output.read_bytes().splitlines()) == LINES
     assert json.loads(report.read_bytes())["finished"] is True
     nowhere = subprocess.Popen([*command[:3], "nowhere", "-o", str(output)], stderr=subprocess.PIPE)
     nowhere.stderr.close()
-    assert nowhere.wait(timeout=600) == 2
+    assert nowhere.wait(timeout=60) == 2

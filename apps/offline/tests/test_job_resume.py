@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.engine.options import EngineOptions
 from deepinfer_offline.job import window
 from deepinfer_offline.job.errors import JobError, JobStopped
@@ -38,6 +39,14 @@ OTHERS = {
     "seed": r"line 1 differs in .*--seed",
     "foreign": r"line 1 differs in its form: it is not a line that deepinfer writes",
 }
+
+
+@pytest.mark.parametrize("body", [None, [], "x", {}])
+def test_an_output_whose_bodies_are_another_tools_is_told_in_a_sentence(run, body):
+    written = {"id": "batch_req_0", "custom_id": "id-0", "response": {"status_code": 200, "body": body}, "error": None}
+    run.output.write_text(json.dumps(written) + "\n")
+    with pytest.raises(JobError, match=r"out\.jsonl exists and is not .* line 1 differs in the text of line 1"):
+        run(jobs(1))
 
 
 @pytest.mark.parametrize("change", OTHERS)
@@ -128,6 +137,13 @@ def test_going_on_after_the_last_answer_needs_no_engine(run, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(jobs(5))
     monkeypatch.undo()
+
+    def check_engine(options):
+        raise EngineStartError("the model has gone")
+
+    run.check_engine = check_engine
+    with pytest.raises(EngineStartError):
+        run(jobs(5), output=run.folder / "other")
     assert len(run(jobs(5))) == 5
     assert len(run.engines) == 1
     assert run.report["counts"] | {"resumed": 5, "computed": 0} == run.report["counts"]

@@ -318,7 +318,8 @@ def test_norm_rope_insert_and_gather(fmt, n, dtype) -> None:
 @pytest.mark.parametrize("fmt", ["fp8", "nvfp4", "v4"])
 @pytest.mark.parametrize(("norm", "turn", "page"), [(True, True, 1), (False, False, 64), (True, False, 48)])
 def test_records_by_warps_are_the_same_bytes(fmt, norm, turn, page, monkeypatch) -> None:
-    rows = pytest.importorskip("deepinfer_kernels_cuda.rows")
+    from deepinfer_kernels_cuda import records
+
     t, page = 1500, 64 if fmt == "v4" else page
     values = (rand(t, 704) * 3).bfloat16()[:, 64:576]  # rows that lie apart; 16 bytes aligned
     slots = torch.randperm(48 * page)[:t].to(DEVICE) if page > 1 else torch.randperm(3000)[:t].to(DEVICE)
@@ -330,7 +331,7 @@ def test_records_by_warps_are_the_same_bytes(fmt, norm, turn, page, monkeypatch)
     pools = [torch.full((48 if page > 1 else 3000, size), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     gathered = []
     for pool, least in zip(pools, (1, 1 << 30), strict=True):
-        monkeypatch.setattr(rows, "_WARP_ROWS", least)
+        monkeypatch.setattr(records, "_WARP_ROWS", least)
         if fmt == "v4":
             kernels.v4_insert(pool, slots, values, page_size=page, **options)
             gathered.append(kernels.v4_gather(pool, slots, torch.bfloat16, page_size=page))

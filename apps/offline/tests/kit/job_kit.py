@@ -56,13 +56,14 @@ class Runner:
         self.folder = folder
         self.output = folder / "out.jsonl"
         self.engines = []
+        self.check_engine = None
         self.notes = Notes()
 
     def __call__(self, lines, **options):
         source = lines if isinstance(lines, str | Path) else write(self.folder / "in.jsonl", lines)
         options.setdefault("output", self.output)
         self.notes = Notes()
-        job = Job(JobOptions(str(source), **options), self.make_engine, self.notes)
+        job = Job(JobOptions(str(source), **options), self.make_engine, self.notes, self.check_engine)
         self.facts = job.facts
         job.run()
         self.report = make_report(self.facts)

@@ -15,28 +15,26 @@ from .layouts import FP8, LAYOUT_VERSION, MXFP4, NVFP4, RecordFormat
 if TYPE_CHECKING:
     from .attention import sparse_mla_decode, sparse_mla_prefill
     from .dense import dense_linear
-    from .experts import MxLinear, PackedExperts, dequantize, moe_experts, mx_linear, prepare_experts
+    from .experts import PackedExperts, moe_experts, prepare_experts
     from .libraries import DeepEpParallel, flash_mla_decode, flash_mla_decode_v4, library_reason
     from .llama import MarkovStep, markov_step, paged_gqa
     from .llama_rows import argmax, cache_slots, llama_norm, rope_insert, silu_mul
     from .mhc import HyperMix, MhcStep, mhc_collapse, mhc_post, mhc_pre, mhc_step
+    from .microscaled import MxLinear, dequantize, mx_linear
     from .output import engram_gate, engram_update, grouped_output
     from .parallel import ExpertParallel
     from .providers import MeasuredChoice, find_library
-    from .routing import router
-    from .rows import (
-        compress,
-        engram_gather,
+    from .records import (
         kv_gather,
         kv_insert,
         latent_insert,
         norm_rope_insert,
-        rms_norm,
-        rope,
         rope_round,
         v4_gather,
         v4_insert,
     )
+    from .routing import router
+    from .rows import compress, engram_gather, rms_norm, rope
     from .sampling import Verification, apply_bitmask, sample, verify_drafts
     from .selection import candidate_mask, indexer_logits, topk_lowest_index
     from .v41_step import (
@@ -56,11 +54,11 @@ _LAZY = {
     "find_library": "providers",
     "sparse_mla_decode": "attention",
     "sparse_mla_prefill": "attention",
-    "MxLinear": "experts",
+    "MxLinear": "microscaled",
     "PackedExperts": "experts",
-    "dequantize": "experts",
+    "dequantize": "microscaled",
     "moe_experts": "experts",
-    "mx_linear": "experts",
+    "mx_linear": "microscaled",
     "prepare_experts": "experts",
     "MarkovStep": "llama",
     "apply_bitmask": "sampling",
@@ -81,15 +79,15 @@ _LAZY = {
     "mhc_step": "mhc",
     "compress": "rows",
     "engram_gather": "rows",
-    "kv_gather": "rows",
-    "kv_insert": "rows",
-    "norm_rope_insert": "rows",
-    "latent_insert": "rows",
+    "kv_gather": "records",
+    "kv_insert": "records",
+    "norm_rope_insert": "records",
+    "latent_insert": "records",
     "rms_norm": "rows",
     "rope": "rows",
-    "rope_round": "rows",
-    "v4_gather": "rows",
-    "v4_insert": "rows",
+    "rope_round": "records",
+    "v4_gather": "records",
+    "v4_insert": "records",
     "DeepEpParallel": "libraries",
     "flash_mla_decode": "libraries",
     "flash_mla_decode_v4": "libraries",

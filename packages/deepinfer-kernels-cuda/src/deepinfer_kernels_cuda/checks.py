@@ -36,3 +36,8 @@ def require_same_device(*tensors: torch.Tensor | None) -> torch.device:
     devices = {t.device for t in tensors if t is not None}
     require(len(devices) == 1, f"tensors live on several devices: {sorted(map(str, devices))}")
     return devices.pop()
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two, 16 or more, that holds n: a block's width."""
+    return max(16, 1 << (n - 1).bit_length())

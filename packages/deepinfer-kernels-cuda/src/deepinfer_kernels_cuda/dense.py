@@ -94,6 +94,8 @@ def dense_linear(
     )
     require(k <= MAX_WIDTH, f"x has {k} channels; allowed: up to {MAX_WIDTH}")
     require(norm_weight is None or tuple(norm_weight.shape) == (k,), f"norm_weight does not have {k} channels")
+    if norm_weight is not None:
+        require_inner("norm_weight", norm_weight)
     require(
         not swiglu or (n % 2 == 0 and residual is None), "swiglu takes an even number of weight rows and no residual"
     )

@@ -8,6 +8,7 @@ everything else, and Triton's interpreter, the general kernels (`kernels/mhc.py`
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ class MhcStep(NamedTuple):
     x: torch.Tensor
 
 
+_LOG = logging.getLogger(__name__)
 _ONE_PASS_TOKENS = 1536
 _SPLIT_CACHE = WeakTensorKeyDictionary()
 
@@ -221,7 +223,8 @@ def _clusters(device: torch.device, groups: int) -> int:
         return 0
     try:
         return _cluster_kernel(groups).clusters(device, _RANKS)
-    except NativeError:
+    except NativeError as failure:
+        _LOG.warning("hyper-connections of %d channels take the Triton kernels: %s", 512 * groups, failure)
         return 0
 
 

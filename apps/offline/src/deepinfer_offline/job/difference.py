@@ -28,6 +28,7 @@ _VALUES: dict[str, tuple[str | int, ...]] = {
 """What an option may have been. OUTPUT keeps a digest of a job's options, so the former ones can only be guessed."""
 
 _CHANGES = 2  # options that may differ at the same time
+_LONG = 1 << 20  # bytes of a line for which every guess takes long: only one option may differ
 
 
 def describe_difference(options: JobOptions, line: Line, raw: bytes, *, others_fit: bool) -> str:
@@ -42,7 +43,7 @@ def describe_difference(options: JobOptions, line: Line, raw: bytes, *, others_f
     try:
         value = loads(raw)
         found = str(value["id"])
-        name, body = value["custom_id"], (value["response"] or {}).get("body", {})
+        name, body = value["custom_id"], (value["response"] or {}).get("body")
     except (ValueError, TypeError, KeyError, AttributeError):
         return "its form: it is not a line that deepinfer writes"
     try:
@@ -53,21 +54,21 @@ def describe_difference(options: JobOptions, line: Line, raw: bytes, *, others_f
         return f"the input: it answers custom_id {show(name)} and line {line.number} of the input has {show(wanted)}"
     if others_fit:
         return f"the input: line {line.number} asks for something else now"
-    for changes in _guesses(options):
+    for changes in _guesses(options, _CHANGES if len(line.raw) < _LONG else 1):
         if found == f"batch_req_{line_id(fingerprint(options.answer_options() | dict(changes)), line)}":
             now = options.answer_options()
             said = (f"--{flag} was {_word(value)} and is {_word(now[flag])}" for flag, value in changes)
             return f"an option: {', '.join(said)}"
-    model, names = body.get("model"), {name.casefold() for name in options.names()}
+    model, names = body.get("model") if isinstance(body, dict) else None, {name.casefold() for name in options.names()}
     if isinstance(model, str) and model.casefold() not in names:
         return f"the model: it was made by {show(model)} and this run's is {show(options.engine.model)}"
     return f"the text of line {line.number} of the input, the model's files, or several of --{', --'.join(_VALUES)}"
 
 
-def _guesses(options: JobOptions) -> Iterator[tuple[tuple[str, str | int], ...]]:
+def _guesses(options: JobOptions, most: int) -> Iterator[tuple[tuple[str, str | int], ...]]:
     now = options.answer_options()
     single = [(flag, value) for flag, values in _VALUES.items() for value in values if value != now[flag]]
-    for size in range(1, _CHANGES + 1):
+    for size in range(1, most + 1):
         for changes in itertools.combinations(single, size):
             if len({flag for flag, _ in changes}) == size:
                 yield changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from deepinfer_offline.job.scan import JobIndex
 
 _BUFFER = 1 << 20
 _TICK = 4096
+_LOOKED_AT = 100  # lines that tell whether OUTPUT is of this job at all
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ def read_finished(path: Path, lines: Iterator[Line], options: JobOptions) -> Ite
             )
         status = _status(result.raw, line_id(job, line))
         if status is None:
-            rest = zip(lines, results, strict=False)
+            rest = itertools.islice(zip(lines, results, strict=False), _LOOKED_AT)
             fit = number > 1 or any(_status(there.raw, line_id(job, asked)) is not None for asked, there in rest)
             difference = describe_difference(options, line, result.raw, others_fit=fit)
             raise JobError(

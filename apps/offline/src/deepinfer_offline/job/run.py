@@ -40,7 +40,8 @@ class Job:
         options: what to do.
         make_engine: builds the engine; called only if there is something to compute.
         reporter: is told what happens.
-        check_engine: raises for an engine that cannot be built, before INPUT is read; not called where OUTPUT may be done.
+        check_engine: raises for an engine that cannot be built, before INPUT is read; not called where an
+            earlier run may have done all.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class Job:
         try:
             if source.ignored_columns:
                 self._reporter.note(f"columns without a meaning here are ignored: {', '.join(source.ignored_columns)}")
-            if self._check_engine is not None and (options.fresh or not options.output.exists()):
-                with self._phase("checking"):
-                    self._check_engine(options.engine)
             with self._locked_journal() as journal:
+                if self._check_engine is not None and (options.fresh or not self._may_be_done(journal)):
+                    with self._phase("checking"):
+                        self._check_engine(options.engine)
                 self._run(source, journal)
         finally:
             source.close()
@@ -101,6 +102,10 @@ class Job:
             written = write_output(options.output, journal, index, source.lines(), job, self._reporter.update)
         facts.answered, facts.failed, facts.deduplicated = written.answered, written.failed, written.copied
         facts.finished = True
+
+    def _may_be_done(self, journal: Journal) -> bool:
+        """Whether an earlier run may have left nothing for an engine to do."""
+        return self._options.output.exists() or bool(journal.read_header())
 
     def _is_finished(self, source: Source, journal: Journal, index: JobIndex) -> bool:
         """Whether an earlier run finished this job and nothing is asked of this one."""

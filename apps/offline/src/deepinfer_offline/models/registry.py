@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from deepinfer_offline.models.base import Model
 
 _MODELS: dict[str, str] = {}
-_DRAFTING: set[str] = set()
+_DRAFTS: dict[str, bool | None] = {}
 
 
-def register_model(model_type: str, target: str, *, drafts: bool = False) -> None:
-    """Let `target` ("package.module:Class") run checkpoints of `model_type`; `drafts`: they may bring a draft of their own.
+def register_model(model_type: str, target: str, *, drafts: bool | None = None) -> None:
+    """Let `target` ("package.module:Class") run checkpoints of `model_type`.
+
+    `drafts`: whether they may bring a draft of their own; None leaves it to the loaded model.
 
     Raises:
         ValueError: `model_type` is taken by another class.
@@ -24,8 +26,7 @@ def register_model(model_type: str, target: str, *, drafts: bool = False) -> Non
     if known is not None and known != target:
         raise ValueError(f"model_type {model_type!r} is already run by {known}, cannot give it to {target}")
     _MODELS[model_type] = target
-    if drafts:
-        _DRAFTING.add(model_type)
+    _DRAFTS[model_type] = drafts
 
 
 def known_model_types() -> tuple[str, ...]:
@@ -34,8 +35,8 @@ def known_model_types() -> tuple[str, ...]:
 
 
 def may_bring_draft(model_type: str) -> bool:
-    """Whether checkpoints of this type can have a draft of their own."""
-    return model_type in _DRAFTING
+    """Whether checkpoints of this type can have a draft of their own, as far as it is known before one is loaded."""
+    return _DRAFTS.get(model_type) is not False
 
 
 def check_model_type(model_type: str) -> None:
@@ -58,6 +59,6 @@ def model_class(model_type: str) -> type[Model]:
 
 
 for _model_type in ("llama", "qwen2", "qwen3"):
-    register_model(_model_type, "deepinfer_offline.models.llama.model:LlamaModel")
+    register_model(_model_type, "deepinfer_offline.models.llama.model:LlamaModel", drafts=False)
 for _model_type in ("deepseek_v41", "deepsig_v41"):
     register_model(_model_type, "deepinfer_offline.models.deepsig_v41.model:DeepSigV41Model", drafts=True)

@@ -56,7 +56,9 @@ class NativeEngine:
         self._stats = EngineStats()
         self._next_seq = 0
         self._closed = False
-        # What exists by now lives as long as the engine: looking it over again takes a tenth of a second a time.
+        # What exists by now lives as long as the engine: looking it over again takes a tenth of a second a time. Once more
+        # before, or what is left of an engine before this one would be kept as long.
+        gc.collect()
         gc.freeze()
 
     @property

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from deepinfer_offline.ops.cuda.linear import CublasLinear
 from deepinfer_offline.ops.cuda.support import kernels
 from deepinfer_offline.ops.linear import Linear
 from deepinfer_offline.ops.products import LayerWidths, RmsNorm, SeparateProducts, SiluMul
@@ -33,17 +34,22 @@ class FusedProducts(SeparateProducts):
         super().__init__(rms_norm, silu_mul)
         self._dense = kernels().dense_linear
 
+    @staticmethod
+    def _serves(linear: Linear, x: torch.Tensor) -> bool:
+        """A layer of another provider may keep its weight in another form: it is called."""
+        return len(x) <= _MAX_ROWS and type(linear) is CublasLinear
+
     def normed(self, linear: Linear, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        if len(x) > _MAX_ROWS:
+        if not self._serves(linear, x):
             return super().normed(linear, x, norm, eps)
         return self._dense(x, linear.weight, norm_weight=norm, eps=eps)
 
     def gated(self, linear: Linear, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        if len(x) > _MAX_ROWS:
+        if not self._serves(linear, x):
             return super().gated(linear, x, norm, eps)
         return self._dense(x, linear.weight, norm_weight=norm, eps=eps, swiglu=True)
 
     def added(self, linear: Linear, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if len(x) > _MAX_ROWS:
+        if not self._serves(linear, x):
             return super().added(linear, residual, x)
         return self._dense(x, linear.weight, residual=residual, out=residual)
