@@ -1,7 +1,12 @@
-"""Acceptance estimates for drafters without a confidence head, learned from what the sequences really said.
+"""How likely a guess is right, for drafters without a confidence head: learned from every token that the sequences say.
 
-A guess is settled by the tokens that the engine emits next, whether the guess was verified or not. So a drafter that
-costs no device time keeps learning while speculation is switched off, and comes back when it would pay.
+A guess for a place further on is made as if all guesses before it were right. If they are, the place is like any other that a
+sequence has come to after a longer run of right guesses; so all places share one table, and what is assumed counts as if
+it had been seen. The run matters more than anything else that is known: a sequence that copies goes on copying, one that met a
+familiar phrase soon leaves it. How often a sequence was guessed right lately says which of the two it is.
+
+What would have been guessed is scored against each token that a sequence is told to have said, whether or not anyone asked for
+a draft. So the table knows as much while speculation is off as while it is on.
 """
 
 from __future__ import annotations
@@ -9,6 +14,12 @@ from __future__ import annotations
 import numpy as np
 
 MATCH_BUCKETS = 8
+_RUNS = (0, 1, 2, 4, 8, 16)  # upper ends of the ranges of runs that are counted apart; longer ones are the last
+_OF_RUN = [sum(run > top for top in _RUNS) for run in range(_RUNS[-1] + 2)]
+_RATES = 3  # ranges of the share of a sequence's latest guesses that were right
+_KEEP = 1.0 - 1.0 / 16.0  # of that share, per token
+_PRIOR = np.linspace(0.3, 0.9, len(_RUNS) + 1)  # by range of runs, before anything was seen; weighs two guesses
+_PRIOR_WEIGHT = 2.0
 
 
 def match_bucket(length: int) -> int:
@@ -21,92 +32,50 @@ def match_bucket(length: int) -> int:
     return 7
 
 
-class MatchConfidence:
-    """Beta posteriors of "column j is right, given that the columns before it were", with two views of the evidence.
-
-    The pooled view counts by (column, feature bucket) over the whole job and forgets slowly. The sequence view compares
-    how many of a sequence's recent guesses were right with how many the pooled view expected, and shifts the odds
-    accordingly: requests of one job differ far more than their match lengths tell.
+class RunConfidence:
+    """Shares of right guesses, by the run of right ones before them, the share of right ones lately, and a feature of the guess.
 
     Args:
-        max_draft: columns.
-        buckets: values of the feature.
-        memory: pooled evidence beyond this many trials per cell fades.
-        sequence_memory: the same for one sequence, in guesses.
+        features: values of the feature.
+        memory: evidence beyond this many guesses of a kind fades.
     """
 
-    def __init__(
-        self, max_draft: int, buckets: int = MATCH_BUCKETS, memory: float = 400.0, sequence_memory: float = 24.0
-    ) -> None:
-        self._max_draft = max_draft
+    def __init__(self, features: int, memory: float = 400.0) -> None:
+        self._features = features
         self._memory = memory
-        self._keep = 1.0 - 1.0 / sequence_memory
-        # Prior: one right and one wrong guess in two, rising with the bucket; weighs two trials, so data takes over
-        # quickly.
-        prior = np.linspace(0.35, 0.85, buckets)
-        self._right = np.tile(2.0 * prior, (max_draft, 1))
-        self._trials = np.full((max_draft, buckets), 2.0)
-        self._table = (self._right / self._trials).tolist()
-        self._pending: dict[int, tuple[list[int], list[int], int]] = {}
-        self._record: dict[int, list[float]] = {}  # sequence -> [right, expected right, trials], fading
+        self._right = np.repeat(_PRIOR_WEIGHT * _PRIOR, _RATES * features).tolist()
+        self._guesses = np.full(_PRIOR.size * _RATES * features, _PRIOR_WEIGHT).tolist()
+        self._standing: dict[int, tuple[int, float]] = {}  # sequence -> run, share of right guesses lately
 
     def begin(self, sequence: int) -> None:
-        """Start a sequence's record."""
-        self._record[sequence] = [0.0, 0.0, 0.0]
-        self._pending.pop(sequence, None)
+        """Start a sequence: nothing was right so far."""
+        self._standing[sequence] = 0, 0.0
 
     def end(self, sequence: int) -> None:
         """Forget a sequence. Unknown names are ignored."""
-        self._record.pop(sequence, None)
-        self._pending.pop(sequence, None)
+        self._standing.pop(sequence, None)
 
-    def odds(self, sequence: int) -> float:
-        """How much likelier to be right (as odds) this sequence's guesses are than the pooled view says."""
-        right, expected, trials = self._record[sequence]
-        return ((right + 1.0) / (trials - right + 1.0)) / ((expected + 1.0) / (trials - expected + 1.0))
+    def confidence(self, sequence: int, ahead: int, feature: int) -> float:
+        """Probability that a guess is right which follows `ahead` others that are taken to be right."""
+        run, rate = self._standing[sequence]
+        kind = self._kind(run + ahead, 1.0 - (1.0 - rate) * _KEEP**ahead, feature)
+        return self._right[kind] / self._guesses[kind]
 
-    def confidence(self, column: int, bucket: int, odds: float) -> float:
-        """Probability that a guess in `column` with feature `bucket` is right, for a sequence of these `odds`."""
-        pooled = self._table[column][bucket]
-        return pooled * odds / (1.0 - pooled + pooled * odds)
+    def miss(self, sequence: int) -> None:
+        """The sequence said a token that nothing was guessed for."""
+        self._standing[sequence] = 0, self._standing[sequence][1] * _KEEP
 
-    def remember(self, sequence: int, guess: list[int], features: list[int]) -> None:
-        """Keep a guess and the feature buckets of its tokens until `settle`; it replaces the one before."""
-        if guess:
-            self._pending[sequence] = (guess, features, 0)
-        else:
-            self._pending.pop(sequence, None)
+    def score(self, sequence: int, feature: int, right: bool) -> None:
+        """The sequence said a token; a guess with this feature was `right`, or would have been."""
+        run, rate = self._standing[sequence]
+        kind = self._kind(run, rate, feature)
+        if self._guesses[kind] > self._memory:
+            self._right[kind] *= self._memory / self._guesses[kind]
+            self._guesses[kind] = self._memory
+        self._right[kind] += right
+        self._guesses[kind] += 1.0
+        self._standing[sequence] = (run + 1, 1.0 - (1.0 - rate) * _KEEP) if right else (0, rate * _KEEP)
 
-    def settle(self, sequence: int, emitted: list[int]) -> None:
-        """Score the last guess against the tokens that followed, up to the first wrong one. What `emitted` does not reach
-        waits for the next call, so that deep columns are learned from plain decoding too.
-        """
-        pending = self._pending.pop(sequence, None)
-        if pending is None:
-            return
-        guess, features, first = pending
-        record = self._record[sequence]
-        for column, said in enumerate(emitted, first):
-            if column == len(guess):
-                return
-            right = guess[column] == said
-            record[0] = record[0] * self._keep + right
-            record[1] = record[1] * self._keep + self._table[column][features[column]]
-            record[2] = record[2] * self._keep + 1.0
-            self._count(column, features[column], right)
-            if not right:
-                return
-        self._pending[sequence] = (guess, features, first + len(emitted))
-
-    def waits(self, sequence: int) -> bool:
-        """Whether a guess of the sequence is still being scored."""
-        return sequence in self._pending
-
-    def _count(self, column: int, bucket: int, right: bool) -> None:
-        trials = self._trials[column, bucket]
-        if trials > self._memory:
-            self._right[column, bucket] *= self._memory / trials
-            self._trials[column, bucket] = self._memory
-        self._right[column, bucket] += right
-        self._trials[column, bucket] += 1.0
-        self._table[column][bucket] = float(self._right[column, bucket] / self._trials[column, bucket])
+    def _kind(self, run: int, rate: float, feature: int) -> int:
+        place = _OF_RUN[min(run, _RUNS[-1] + 1)]
+        return (place * _RATES + min(int(rate * _RATES), _RATES - 1)) * self._features + feature

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from deepinfer_specdec.draft import Draft
 from deepinfer_specdec.drafters.base import row_limits
-from deepinfer_specdec.drafters.confidence import MatchConfidence, match_bucket
+from deepinfer_specdec.drafters.confidence import MATCH_BUCKETS, RunConfidence, match_bucket
 from deepinfer_specdec.errors import SpecDecodeError
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -90,8 +90,8 @@ def _key(tokens: list[int], end: int, n: int) -> int:
 class NgramDrafter:
     """Looks the last n tokens of a sequence up in the sequence itself, longest n first.
 
-    Its confidences come from `MatchConfidence`: how often earlier guesses with a match as long were right, learned
-    while running from `extend`, whether or not the guesses were verified.
+    Its confidences come from `RunConfidence`: how often guesses with a match as long were right, learned from every token
+    that it is told by `extend`.
 
     Args:
         max_draft: longest draft, tokens.
@@ -108,7 +108,7 @@ class NgramDrafter:
         self.max_draft = max_draft
         self._orders = tuple(sorted(set(orders), reverse=True))
         self._histories: dict[int, _History] = {}
-        self.confidence = MatchConfidence(max_draft)
+        self.confidence = RunConfidence(MATCH_BUCKETS)
 
     def begin(self, sequence: int, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
         """See `Drafter.begin`. Costs about 0.1 us a token and order."""
@@ -119,9 +119,15 @@ class NgramDrafter:
 
     def extend(self, sequence: int, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
         """See `Drafter.extend`."""
-        added = [int(token) for token in token_ids]
-        self._histories[sequence].append_all(added)
-        self.confidence.settle(sequence, added)
+        history, confidence = self._histories[sequence], self.confidence
+        for said in token_ids:
+            token = int(said)
+            end, length = history.lookup()
+            if length:
+                confidence.score(sequence, match_bucket(length), history.tokens[end] == token)
+            else:
+                confidence.miss(sequence)
+            history.append_all([token])
 
     def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None, floor: float = 0.0) -> Draft:
         """See `Drafter.propose`."""
@@ -130,20 +136,17 @@ class NgramDrafter:
         for sequence, limit in zip(sequences, row_limits(limits, len(sequences), self.max_draft), strict=True):
             history = self._histories[sequence]
             end, length = history.lookup()
-            bucket = match_bucket(length)
-            confidences = self._confidences(sequence, bucket, limit if length else 0, floor)
-            guess = history.copy_from(end, len(confidences)) if confidences else []
-            self.confidence.remember(sequence, guess, [bucket] * len(guess))
-            rows.append(guess)
+            confidences = self._confidences(sequence, length, limit if length else 0, floor)
+            rows.append(history.copy_from(end, len(confidences)) if confidences else [])
             sure.append(confidences)
         return Draft.from_rows(rows, sure, self.max_draft)
 
-    def _confidences(self, sequence: int, bucket: int, limit: int, floor: float) -> list[float]:
-        """Of up to `limit` guesses with one match; the first whose survival is below `floor` is the last."""
-        odds, survival = self.confidence.odds(sequence), 1.0
+    def _confidences(self, sequence: int, length: int, limit: int, floor: float) -> list[float]:
+        """Of up to `limit` guesses from a match of this length; the first whose survival is below `floor` is the last."""
+        survival = 1.0
         found: list[float] = []
         while len(found) < limit and survival >= floor:
-            found.append(self.confidence.confidence(len(found), bucket, odds))
+            found.append(self.confidence.confidence(sequence, len(found), match_bucket(length + len(found))))
             survival *= found[-1]
         return found
 

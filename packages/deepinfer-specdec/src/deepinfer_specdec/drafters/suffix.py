@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from deepinfer_specdec.draft import Draft
 from deepinfer_specdec.drafters.automaton import ROOT, SuffixAutomaton
 from deepinfer_specdec.drafters.base import row_limits
-from deepinfer_specdec.drafters.confidence import MATCH_BUCKETS, MatchConfidence, match_bucket
+from deepinfer_specdec.drafters.confidence import RunConfidence
 from deepinfer_specdec.errors import SpecDecodeError
 
-_SHARE_BUCKETS = 4  # how dominant the chosen way is
+_SHARES = 4  # how dominant the chosen way is
 
 
 class SuffixDrafter:
@@ -44,7 +44,7 @@ class SuffixDrafter:
         self._old = SuffixAutomaton()
         self._young: SuffixAutomaton | None = None
         self._states: dict[int, list[int]] = {}  # sequence -> [state in old, state in young]
-        self.confidence = MatchConfidence(max_draft, MATCH_BUCKETS * _SHARE_BUCKETS)
+        self.confidence = RunConfidence(_SHARES)
 
     @property
     def states(self) -> int:
@@ -55,13 +55,20 @@ class SuffixDrafter:
         """See `Drafter.begin`. Costs about 2 us a token."""
         self._states[sequence] = [ROOT, ROOT]
         self.confidence.begin(sequence)
-        self._append_all(sequence, np.asarray(token_ids).tolist())
+        for token in np.asarray(token_ids).tolist():
+            self._append(sequence, token)
 
     def extend(self, sequence: int, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
-        """See `Drafter.extend`."""
-        added = [int(token) for token in token_ids]
-        self._append_all(sequence, added)
-        self.confidence.settle(sequence, added)
+        """See `Drafter.extend`. Costs about 3 us a token."""
+        confidence, states = self.confidence, self._states[sequence]
+        for said in token_ids:
+            token = int(said)
+            guess, _, share = self._next(states[0])
+            if guess < 0:
+                confidence.miss(sequence)
+            else:
+                confidence.score(sequence, share, guess == token)
+            self._append(sequence, token)
 
     def propose(self, sequences: Sequence[int], limits: NDArray[np.int32] | None = None, floor: float = 0.0) -> Draft:
         """See `Drafter.propose`."""
@@ -80,34 +87,35 @@ class SuffixDrafter:
 
     def _guess(self, sequence: int, limit: int, floor: float) -> tuple[list[int], list[float]]:
         """Up to `limit` tokens and their confidences; the first whose survival is below `floor` is the last."""
-        automaton, confidence = self._old, self.confidence
-        state, odds, survival = self._states[sequence][0], confidence.odds(sequence), 1.0
+        confidence = self.confidence
+        state, survival = self._states[sequence][0], 1.0
         guess: list[int] = []
-        features: list[int] = []
         confidences: list[float] = []
         while len(guess) < limit and survival >= floor:
-            token, target, count, total = automaton.likeliest(state)
-            while token < 0 and state != ROOT:  # this context was only ever seen at a text's end
-                state = automaton.link(state)
-                token, target, count, total = automaton.likeliest(state)
-            length = automaton.length(state)
-            if token < 0 or length < self._min_match:
+            token, state, share = self._next(state)
+            if token < 0:
                 break
-            bucket = match_bucket(length) * _SHARE_BUCKETS + _share_bucket(count, total)
-            confidences.append(confidence.confidence(len(guess), bucket, odds))
+            confidences.append(confidence.confidence(sequence, len(guess), share))
             survival *= confidences[-1]
             guess.append(token)
-            features.append(bucket)
-            state = target
-        confidence.remember(sequence, guess, features)
         return guess, confidences
 
-    def _append_all(self, sequence: int, added: list[int]) -> None:
+    def _next(self, state: int) -> tuple[int, int, int]:
+        """(token, state after it, how dominant it is) of the likeliest way on; token -1 when no context worth a guess has one."""
+        automaton = self._old
+        token, target, count, total = automaton.likeliest(state)
+        while token < 0 and state != ROOT:  # this context was only ever seen at a text's end
+            state = automaton.link(state)
+            token, target, count, total = automaton.likeliest(state)
+        if token < 0 or automaton.length(state) < self._min_match:
+            return -1, state, 0
+        return token, target, _share(count, total)
+
+    def _append(self, sequence: int, token: int) -> None:
         states = self._states[sequence]
-        for token in added:
-            states[0] = self._old.append(states[0], token)
-            if self._young is not None:
-                states[1] = self._young.append(states[1], token)
+        states[0] = self._old.append(states[0], token)
+        if self._young is not None:
+            states[1] = self._young.append(states[1], token)
         if self._old.tokens >= self._capacity:
             self._turn_over()
         elif self._young is None and self._old.tokens >= self._capacity // 2:
@@ -120,7 +128,7 @@ class SuffixDrafter:
             states[0], states[1] = states[1], ROOT
 
 
-def _share_bucket(count: int, total: int) -> int:
+def _share(count: int, total: int) -> int:
     """0: contested, 1: mostly this one, 2: only this one but rarely seen, 3: only this one, seen often."""
     if count == total:
         return 3 if count >= 3 else 2
