@@ -166,6 +166,25 @@ def test_confidence_becomes_the_hit_rate_whether_or_not_a_draft_was_asked_for() 
     assert np.mean(said[300:]) == pytest.approx(0.75, abs=0.04)
 
 
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_a_drafter_that_was_not_asked_knows_as_much_as_one_that_was(name: str) -> None:
+    """Speculation that is off asks now and then. If what it then hears were poorer, it would stay off where drafts pay."""
+    rng = random.Random(4)
+    phrases = [[rng.randrange(50) for _ in range(6)] for _ in range(8)]
+    text = [token for _ in range(60) for token in rng.choice(phrases)]
+    asked, silent = create_drafter(name, max_draft=6), create_drafter(name, max_draft=6)
+    for drafter in (asked, silent):
+        drafter.begin(0, text[:40])
+    for token in text[40:]:
+        asked.propose([0])
+        asked.extend(0, [token])
+    silent.extend(0, text[40:])
+    first, second = asked.propose([0]), silent.propose([0])
+    assert first.counts[0] > 0
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    assert first.confidences.tolist() == second.confidences.tolist()
+
+
 def test_a_place_further_on_is_as_sure_as_it_will_be_once_it_is_reached() -> None:
     """What a draft says of its fourth guess, if the three before hold, the next draft says of its first when they held."""
     drafter = SuffixDrafter(max_draft=4)

@@ -1,32 +1,57 @@
-"""What confidences have been worth lately: drafts that were kept against those that were to be kept."""
+"""What survivals have been worth lately: drafts that were kept against those that were to be kept."""
 
 from __future__ import annotations
 
-_PRIOR = 8.0  # drafts that say the hopes are right
-_FADE = 0.98  # how the last steps outweigh earlier ones
-_RETURN = 0.01  # share of the way back to the prior in a step that verifies nothing
+import numpy as np
+from numpy.typing import NDArray
+
+_EDGES = (0.15, 0.3, 0.6)  # survivals are corrected in four ranges
+_PRIOR = 2.0  # drafts in a range that say the survivals are right
+_FADE = 0.01  # share of the way back to the prior per step
 _MOST = 1.2
 
 
 class Hopes:
-    """A factor on survivals. Below 1 mostly, however well confidences fit, since it is those that err upwards that are
-    verified. One bad start does not last: while nothing is verified, what was seen fades.
+    """Corrects survivals by the fate of the drafts that were verified.
+
+    However well survivals fit all drafts, it is those that err upwards that are verified, and the more so the lower they are: a
+    small chance is taken only where it looks larger than others, or the row's tokens are worth most. So each range of
+    survivals has a factor of its own, and drafts count by their worth. Nothing is forgotten at once and nothing lasts: what was
+    seen fades with every step, whether it verified drafts or not.
     """
 
     def __init__(self) -> None:
-        self._hoped = self._kept = _PRIOR
+        self._hoped = np.full(len(_EDGES) + 1, _PRIOR)
+        self._kept = self._hoped.copy()
 
-    @property
-    def truth(self) -> float:
-        """What hopes are worth: drafts kept over drafts that were to be kept on average."""
-        return min(_MOST, self._kept / self._hoped)
+    def believed(self, survivals: NDArray[np.floating]) -> NDArray[np.float64]:
+        """float64 [R, K], what survivals [R, K] are worth; never growing along a row."""
+        factors = np.minimum(_MOST, self._kept / self._hoped)
+        return np.minimum.accumulate(survivals * factors[np.digitize(survivals, _EDGES)], axis=1)
 
-    def settle(self, hoped: float, kept: float) -> None:
-        """A step verified drafts of which `hoped` were to be kept on average, and `kept` were."""
-        self._hoped = _FADE * self._hoped + hoped
-        self._kept = _FADE * self._kept + kept
+    def settle(
+        self,
+        survivals: NDArray[np.floating],
+        worth: NDArray[np.floating],
+        verified: NDArray[np.integer],
+        kept: NDArray[np.integer],
+    ) -> None:
+        """A step verified drafts.
+
+        Args:
+            survivals: [R, K], as the drafter gave them.
+            worth: [R], of a token of each row.
+            verified: [R], drafts of each row that were verified.
+            kept: [R], those of them that were right.
+        """
+        columns = np.arange(survivals.shape[1])
+        rows, places = np.nonzero(columns < verified[:, None])
+        ranges, weights = np.digitize(survivals[rows, places], _EDGES), worth[rows]
+        self.rest()
+        self._hoped += np.bincount(ranges, weights * survivals[rows, places], self._hoped.size)
+        self._kept += np.bincount(ranges, weights * (places < kept[rows]), self._kept.size)
 
     def rest(self) -> None:
         """A step verified nothing."""
-        self._hoped += _RETURN * (_PRIOR - self._hoped)
-        self._kept += _RETURN * (_PRIOR - self._kept)
+        self._hoped += _FADE * (_PRIOR - self._hoped)
+        self._kept += _FADE * (_PRIOR - self._kept)

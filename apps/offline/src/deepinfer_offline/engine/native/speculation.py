@@ -47,7 +47,7 @@ _PROBED_ROWS = 16  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
-_PACE_RATE = 0.15  # weight of one verification in a sequence's pace
+_PACE_RATE = 0.05  # weight of one verification in a sequence's pace
 
 
 class Speculation:
@@ -93,8 +93,10 @@ class Speculation:
         self._landed = 0.0  # clock when the last step's results were taken
         self._runs_ahead = False  # the step in flight was launched before the last one had landed
         self._disturbed = True  # drafts were made while the step in flight ran, or it is the first after a prompt
-        self._hopes = Hopes()  # of drafts by their worth
+        self._hopes = Hopes()
         self._hope = 0.0  # drafts of the step in flight that are to be kept on average, by worth
+        # Of the step in flight: sequences, survivals of their drafts, worth of a token of each.
+        self._judged: tuple[list[int], np.ndarray, np.ndarray] | None = None
         self._expected = 0.0  # seconds, of the step in flight if it is synchronous
         self._comparing = False  # the step in flight runs without drafts to know what they are worth
 
@@ -130,7 +132,7 @@ class Speculation:
 
     def propose(self, answers: Mapping[int, Answer]) -> None:
         """Before a plan of the synchronous loop: draft for every row that is ready, and tell scheduler and runner."""
-        self._drafted = {}
+        self._drafted, self._judged = {}, None
         rows = self._running(answers, ready=True)
         if not rows:
             return
@@ -150,6 +152,7 @@ class Speculation:
             self._drafted[answer.seq.seq_id] = made, value
             self._scheduler.propose(answer.seq.seq_id, length)
         if lengths.any():
+            self._judged = [answer.seq.seq_id for answer in rows], draft.survivals(), worth
             slots = np.array([answer.seq.slot for answer in rows], np.int64)
             ends = np.array([len(answer.seq.tokens) for answer in rows], np.int64)
             self._runner.write_drafts(slots, ends, draft.token_ids, lengths)
@@ -185,7 +188,7 @@ class Speculation:
                 switch = None if self._forced else self._switches.current
                 self._ahead.learn(result, decodes, max(passed, result.seconds), saved, switch)
             elif steady and not ahead and plan.ahead is None:
-                self._learn(result, decodes, passed, saved)
+                self._learn(result, decodes, passed)
         elif self._trial and steady and self.account.steps[False] > _TRIAL_AFTER:
             self._trial = False
             self._switches.meet(decodes).try_on()
@@ -206,11 +209,9 @@ class Speculation:
 
     # --- decisions -------------------------------------------------------------------------------------------
 
-    def _learn(self, result: StepResult, rows: int, passed: float, saved: float) -> None:
-        """On: what did the step cost, and what did it save? `saved`: accepted drafts by their worth.
-
-        Whether it paid is judged by the drafts that were to be kept on average, corrected by what the last steps kept: luck of
-        few rows would outweigh the rest.
+    def _learn(self, result: StepResult, rows: int, passed: float) -> None:
+        """On: what did the step cost, and did it pay? That is judged by the drafts that were to be kept on average: luck of few
+        rows would outweigh the rest.
         """
         drafts = int(result.plan.drafts.sum())
         typical = self._costs.observe(rows, drafts, result.seconds)
@@ -219,10 +220,9 @@ class Speculation:
             return
         plain = self._costs.least(rows)
         if drafts:
-            self._hopes.settle(self._hope, saved)
-            saved = self._hope * self._hopes.truth
             if typical:
-                self._switches.current.measure((rows + saved) * plain / rows, min(passed, _OUTLIER * self._expected))
+                without = (rows + self._hope) * plain / rows
+                self._switches.current.measure(without, min(passed, _OUTLIER * self._expected))
         else:
             self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / plain - 1.0)
 
@@ -264,7 +264,7 @@ class Speculation:
         plain = self._costs.ahead(decodes)
         if int(draft.counts.max()) < 2:
             return plain, float(seconds[0])
-        value = draft.survivals()[:, 1:] * self._hopes.truth
+        value = self._hopes.believed(draft.survivals())[:, 1:]
         worth = self._worth(rows, 1.0 + value.sum(axis=1))
         tokens = scaled_tokens(expected_tokens(value * worth[:, None]), len(rows), decodes)
         best = self._best(decodes, tokens, seconds)
@@ -290,7 +290,7 @@ class Speculation:
         none = np.zeros(draft.rows, np.int32)
         if not self._costs.known:
             return none
-        values = draft.survivals() * (worth[:, None] * self._hopes.truth)
+        values = self._hopes.believed(draft.survivals()) * worth[:, None]
         choice = choose(values, draft.counts, seconds, _EDGE, round_sizes)
         if not choice.budget:
             return none
@@ -299,7 +299,7 @@ class Speculation:
         if self._comparing:
             return none
         self._expected = float(seconds[choice.budget])
-        self._hope = draft.rows * (choice.gain * self._expected / float(seconds[0]) - 1.0) / self._hopes.truth
+        self._hope = draft.rows * (choice.gain * self._expected / float(seconds[0]) - 1.0)
         return choice.lengths
 
     def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
@@ -363,8 +363,17 @@ class Speculation:
         made = [proposed.get(seq_id, (0, 1.0)) for seq_id in ids]
         drafted = plan.drafts[taken] if plan.ahead is not None else [count for count, _ in made]
         self.account.count(drafted, result.verified[taken], accepted)
+        self._settle(dict(zip(ids, zip(result.verified[taken].tolist(), accepted.tolist(), strict=True), strict=True)))
         for seq_id, number in zip(ids, accepted.tolist(), strict=True):
             if seq_id in answers:
                 pace = self._pace.get(seq_id, 1.0)
                 self._pace[seq_id] = pace + _PACE_RATE * (1.0 + number - pace)
         return sum(number * worth for number, (_, worth) in zip(accepted.tolist(), made, strict=True))
+
+    def _settle(self, outcomes: Mapping[int, tuple[int, int]]) -> None:
+        """Learn what survivals were worth. `outcomes`: of each sequence of a step, drafts verified and kept."""
+        if self._judged is not None:
+            seq_ids, survivals, worth = self._judged
+            verified, kept = np.array([outcomes.get(seq_id, (0, 0)) for seq_id in seq_ids]).T
+            self._hopes.settle(survivals, worth, verified, kept)
+            self._judged = None
