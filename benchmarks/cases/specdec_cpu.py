@@ -11,6 +11,7 @@ figures on the rounds that it is compared on would be too high by about the nois
 
 Prompts: `quote` asks for a passage to be copied out, `free` is open chat, `mixed` is half and half in drawn order. `--waves 3`
 gives each place in the batch three answers to make, as in a job whose queue is not empty: a freed place is taken at once.
+`--first N` numbers the rounds from N on: other numbers, other prompts, as where constants were chosen by looking at some.
 `--keep FILE` adds every round to a file, and a later call goes on from there; `--seconds` ends a call in time.
 
 Greedy; in bfloat16 a near-tie may fall differently in another batch shape, so answers need not be equal (in float32 they are).
@@ -109,6 +110,7 @@ class Cell:
     batch: int
     waves: int
     tokens: int
+    first: int = 0
     rounds: list[Round] = field(default_factory=list)
 
     def table(self, arms: Sequence[str], rounds: Sequence[Round] | None = None) -> np.ndarray:
@@ -218,13 +220,13 @@ def near_lengths(cell: Cell, lengths: Sequence[str], screen: int, near: int) -> 
 
 def measure(arms: Arms, cell: Cell, args: argparse.Namespace, until: float) -> Iterator[Round]:
     """Run what is missing of a cell's rounds, after one that does not count; ends early at the clock `until`."""
-    first = len(cell.rounds)
-    if first >= args.rounds:
+    done = len(cell.rounds)
+    if done >= args.rounds:
         return
     names = ["off", "auto", *near_lengths(cell, arms.lengths, args.screen, args.near)]
-    run_round(arms, cell, -1 - first, names)
+    run_round(arms, cell, -1 - cell.first - done, names)
     longest = 0.0
-    for number in range(first, args.rounds):
+    for number in range(cell.first + done, cell.first + args.rounds):
         begin = time.perf_counter()
         if begin + longest > until:
             return
@@ -323,7 +325,7 @@ def load(path: Path | None, cell: Cell) -> None:
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.prompts}/{cell.batch}/{cell.waves}/{cell.tokens}"
+    return f"{cell.prompts}/{cell.batch}/{cell.waves}/{cell.tokens}/{cell.first}"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -339,6 +341,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--near", type=int, default=3, help="lengths that later rounds run")
     parser.add_argument("--tokens", type=int, default=96, help="most tokens of an answer")
     parser.add_argument("--rounds", type=int, default=8, help="of every cell, those in --keep included")
+    parser.add_argument("--first", type=int, default=0, help="number of the first round; it decides the prompts")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round that would end later")
     parser.add_argument("--keep", type=Path, help="file of rounds, read first and added to")
     parser.add_argument("--dtype", default="auto")
@@ -365,7 +368,7 @@ def run(argv: list[str]) -> int:
             )
             print("      on accepted length")
         for kind in args.prompts:
-            cell = Cell(kind, batch, args.waves, args.tokens)
+            cell = Cell(kind, batch, args.waves, args.tokens, args.first)
             load(args.keep, cell)
             for made in measure(arms, cell, args, until):
                 if args.keep is not None:
