@@ -43,7 +43,8 @@ _SHARE = 0.0025  # of the time, for drafts that nobody verifies; it slows the st
 _START, _SAVED = 0.003, 0.004  # seconds of such work to begin with, and at most saved up
 _URGENT = 2  # forecasts on credit when a good part of the rows begin their answers; and after one that promised a gain
 _BEGUN = 8  # one row of so many is a good part
-_PROBED_ROWS = 16  # rows drafted at once while off
+_YOUNG = 4  # tokens before which an answer does not show whether it repeats anything
+_PROBED_ROWS = 8  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
@@ -193,7 +194,6 @@ class Speculation:
             self._trial = False
             self._switches.meet(decodes).try_on()
         elif not self._switches.current.rest() and self._costs.known and (self._credit.ready or self._urgent):
-            self._urgent = max(0, self._urgent - 1)
             self._probe(answers)
         if not self._forced:
             self._turn(decodes, on, answers)
@@ -235,11 +235,17 @@ class Speculation:
             self._switches.meet(rows)
 
     def _probe(self, answers: Mapping[int, Answer]) -> None:
-        """Off: what would drafts save now? A few rows are drafted, nothing is verified."""
+        """Off: what would drafts save now? A few rows are drafted, nothing is verified.
+
+        Not while most answers begin: such forecasts say no, and are paid for with those that could say yes later.
+        """
+        running = self._running(answers, ready=False)
+        if 2 * sum(len(row.seq.tokens) < row.seq.num_prompt + _YOUNG for row in running) > len(running):
+            return
+        self._urgent = max(0, self._urgent - 1)
         self._disturbed = True
         if self._on_device and self._scheduler.awaits_masks:
             return  # a draft would wait behind masks that are filled when this returns
-        running = self._running(answers, ready=False)
         rows = self._sample(running)
         # Not on credit: a text is told once, and what its prompt took is a hundred times as long.
         self._following.tell(rows)
