@@ -122,6 +122,26 @@ def test_a_job_waits_for_the_rows_that_have_no_drafts(engines, drafted: int) -> 
         assert promised[0] < 0.85 * promised[1]
 
 
+@pytest.mark.parametrize(("said", "looks"), [(0, False), (3, False), (4, True), (40, True)])
+def test_answers_that_have_just_begun_cost_no_forecast(engines, said: int, looks: bool) -> None:
+    """They show nothing yet. Forecasts are paid for in advance, so one too early is one less when it could say yes."""
+    parts = engines["suffix"].engine._parts
+    state = SimpleNamespace(seq_ids=np.arange(4), computed=np.ones(4), target=np.ones(4), pending=np.zeros(4))
+    scheduler = SimpleNamespace(num_waiting=0, state=state, awaits_masks=False)
+    speculation = Speculation(create_drafter("suffix"), scheduler, parts.runner)  # type: ignore[arg-type]
+    speculation._costs.observe_ahead(4, 0.012)
+    speculation._urgent = 2
+    rows = {
+        n: SimpleNamespace(
+            limit=200, matcher=None, seq=SimpleNamespace(seq_id=n, num_prompt=9, tokens=[*range(9), *range(said)])
+        )
+        for n in range(4)
+    }
+    speculation._probe(rows)  # type: ignore[arg-type]
+    assert speculation._following.follows(rows[0]) == looks  # type: ignore[arg-type]
+    assert speculation._urgent == (1 if looks else 2)
+
+
 def test_logprobs_describe_the_verified_tokens(engines) -> None:
     """float32 sums over another batch shape: 1e-3 on a log-probability."""
     params = SamplingParams(max_tokens=16, temperature=0.0, logprobs=1)

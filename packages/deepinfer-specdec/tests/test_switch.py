@@ -47,7 +47,7 @@ def test_what_was_won_long_ago_pays_for_no_losses(good: int, gain: float, loss: 
 
 
 def test_waiting_for_drafts_ends_and_is_no_failure() -> None:
-    """A text that stops repeating: off after half a step of waiting, whatever was won before; on with the first good forecast."""
+    """A text that stops repeating: off after one step of waiting, whatever was won before; on with the first good forecast."""
     switch = SpeculationSwitch()
     while not switch.expect(1.5, 1.0):
         pass
@@ -56,7 +56,7 @@ def test_waiting_for_drafts_ends_and_is_no_failure() -> None:
     steps = 1
     while switch.wait(0.0625):
         steps += 1
-    assert steps == 8
+    assert steps == 16
     assert not switch.rest()
     assert switch.expect(1.07, 1.0), "neither a pause nor less trust"
     steps = 1

@@ -28,12 +28,12 @@ class SwitchOptions:
         longest_pause: most steps of a pause.
     """
 
-    enter: float = 1.06
+    enter: float = 1.03
     forecasts: float = 2.0
     memory: float = 8.0
     patience: float = 0.5
     reserve: float = 0.75
-    idle: float = 0.5
+    idle: float = 1.0
     settle: int = 3
     pause: int = 8
     longest_pause: int = 128

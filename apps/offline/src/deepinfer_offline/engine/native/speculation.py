@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.runner import ModelRunner
 
 _EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
-_SHARE = 0.0025  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
+_SHARE = 0.005  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
 _START, _SAVED = 0.003, 0.004  # seconds of such work to begin with, and at most saved up
 _URGENT = 2  # forecasts on credit when a good part of the rows begin their answers; and after one that promised a gain
 _BEGUN = 8  # one row of so many is a good part
