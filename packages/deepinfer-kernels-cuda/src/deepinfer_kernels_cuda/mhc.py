@@ -201,45 +201,57 @@ def _stream(streams, fn, base, scale, *, iterations, eps, mix_eps, output=None, 
     return MhcStep(new, mix, x)
 
 
-_RANKS = 16
-_CLUSTER_TOKENS = range(512, 4097)  # where one kernel is faster than two or three (H200)
+_RANKS = 16  # blocks that share a row in `cuda/mhc.cu`
+_FEW_TOKENS = 64  # of `cuda/mhc_few.cu`
+_ROW_TOKENS = range(512, 1 << 30)  # where one kernel is faster than two or three (H200)
+_DEFINES: tuple[str, ...] = ()
+_COOPERATIVE = True
 
 
 @functools.lru_cache(maxsize=8)
-def _cluster_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
+def _row_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
     row = 64 * groups
     rows = 4 * 8 * (row + (0 if groups % 2 else 64))
-    sums = groups * 8 * 28 * 4 + 4 * _RANKS * 8 * 4 + 2 * _RANKS * 28 * 4 + 32
-    shared = groups * 12288 + 3 * 8 * (4 * row + 64) + rows + row + 3 * 8 * 96 + sums + 8 * (3 * 3 + 4 + 8)
-    return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPiifff", threads=32 * (groups + 8), shared=shared,
+    sums = 2 * groups * 8 * 28 * 4 + 4 * _RANKS * 8 * 4 + 2 * _RANKS * 28 * 4 + 32
+    shared = groups * (12288 + 2 * 2560) + rows + row + 4 * 8 * 96 + sums + 8 * (3 * 4 + 8 + groups + 1)
+    return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPPiifff", threads=32 * (groups + 5), shared=shared,
                         defines=(f"GROUPS={groups}", *defines))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
-def _clusters(device: torch.device, groups: int) -> int:
-    """How many clusters the device holds at once; 0 where the kernel cannot run."""
+def _row_teams(device: torch.device, groups: int) -> int:
+    """How many times 16 blocks run at once; 0 where the kernel cannot run."""
     if device_arch(device) != 90 or native_reason() is not None:
         return 0
-    try:
-        return _cluster_kernel(groups).clusters(device, _RANKS)
-    except NativeError as failure:
-        _LOG.warning("hyper-connections of %d channels take the Triton kernels: %s", 512 * groups, failure)
-        return 0
+    if "CLUSTER=1" in _DEFINES:
+        return _row_kernel(groups, _DEFINES).clusters(device, _RANKS)
+    return torch.cuda.get_device_properties(device).multi_processor_count // _RANKS
+
+
+@functools.lru_cache(maxsize=8)
+def _few_kernel(groups: int) -> NativeKernel:
+    return NativeKernel("mhc_few.cu", "mhc_few", "PPPPPPPPPPPPPPPiifff", threads=32 * 17, defines=(f"GROUPS={groups}",))
+
+
+@functools.lru_cache(maxsize=16)
+def _mail(device: torch.device, stream: int, words: int) -> torch.Tensor:
+    """Where blocks leave each other messages, zeros at first: 256 bytes and `words`. Launches of one stream follow each other."""
+    return torch.zeros(32 + words, dtype=torch.int64, device=device)
 
 
 def _clustered(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles: tuple[torch.Tensor, ...]) -> bool:
     """Whether one kernel does the whole step; `halves` it takes in bfloat16, `singles` in float32."""
     d = streams.shape[2]
     return (
-        streams.shape[0] in _CLUSTER_TOKENS
+        (streams.shape[0] <= _FEW_TOKENS or streams.shape[0] in _ROW_TOKENS)
         and streams.shape[1] == 4
         and d % 1024 == 0
         and d <= 5120
         and all(x.dtype == torch.bfloat16 for x in (streams, *halves))
         and all(x.dtype == torch.float32 for x in singles)
         and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (streams, *halves, *singles))
-        and _clusters(streams.device, d // 512) > 0
+        and _row_teams(streams.device, d // 512) > 0
     )
 
 
@@ -251,11 +263,17 @@ def _cluster_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations
     mix = HyperMix(*(torch.empty(t, *shape, dtype=torch.float32, device=device) for shape in ((s,), (s,), (s, s))))
     if t:
         packed = _cached(fn, "cluster", cluster_projection)
-        clusters = min(_clusters(device, d // 512), -(-t // 8))
-        tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix)
-        _cluster_kernel(d // 512)(
-            (clusters * _RANKS, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps,
-            device=device, cluster=_RANKS,
+        stream = torch.cuda.current_stream(device).cuda_stream
+        clustered = "CLUSTER=1" in _DEFINES
+        if t <= _FEW_TOKENS:
+            kernel, blocks, words = _few_kernel(d // 512), d // 64, _FEW_TOKENS * (d // 64) * 33
+        else:
+            most = _row_teams(device, d // 512)
+            kernel, blocks, words = _row_kernel(d // 512, _DEFINES), min(most, -(-t // 8)) * _RANKS, most * _RANKS * 8 * 8 * 33
+        tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, _mail(device, stream, words))
+        kernel(
+            (blocks, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
+            cluster=_RANKS if clustered and t > _FEW_TOKENS else 1, together=_COOPERATIVE and not clustered,
         )  # fmt: skip
     return MhcStep(new, mix, x)
 

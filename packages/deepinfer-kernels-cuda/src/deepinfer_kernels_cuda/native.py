@@ -94,7 +94,7 @@ def _check_rtc(result: int, name: str) -> None:
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: a cluster's size, or that the launch may overlap with the end of the kernel before."""
+    """CUlaunchAttribute: a cluster's size, that the launch may overlap with the end of the kernel before, or is cooperative."""
 
     _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
 
@@ -157,8 +157,12 @@ class NativeKernel:
             self._functions[device] = function
         return self._functions[device]
 
-    def __call__(self, grid: tuple[int, int, int], *arguments: float, device: torch.device, cluster: int = 1) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], *arguments: float, device: torch.device, cluster: int = 1, together: bool = False
+    ) -> None:
         """Launch on the current stream of `device`; blocks of one cluster are neighbours along x.
+
+        `together`: all blocks run at once or the launch fails, so that they may wait for each other.
 
         Raises:
             NativeError: The driver's words.
@@ -172,14 +176,18 @@ class NativeKernel:
                 1, ctypes.cast(packed, ctypes.c_void_p), 2, ctypes.cast(ctypes.pointer(size), ctypes.c_void_p), 0
             )
             # Every kernel of `cuda/` begins with `wait_for_kernels`.
-            config = self._config(grid, cluster, torch.cuda.current_stream(index).cuda_stream, overlaps(device))
+            config = self._config(grid, cluster, torch.cuda.current_stream(index).cuda_stream, overlaps(device), together)
             _check_driver(_driver().cuLaunchKernelEx(ctypes.byref(config), function, None, extra), self.entry)
 
-    def _config(self, grid: tuple[int, int, int], cluster: int, stream: int | None, overlapping: bool) -> _Config:
+    def _config(
+        self, grid: tuple[int, int, int], cluster: int, stream: int | None, overlapping: bool, together: bool = False
+    ) -> _Config:
         wanted = [_Attribute(4, 0, (ctypes.c_uint * 16)(cluster, 1, 1))] if cluster > 1 else []
         if overlapping:
             wanted.append(_Attribute(6, 0, (ctypes.c_uint * 16)(1)))
-        attributes = (_Attribute * 2)(*wanted)
+        if together:
+            wanted.append(_Attribute(2, 0, (ctypes.c_uint * 16)(1)))
+        attributes = (_Attribute * 3)(*wanted)
         return _Config(
             (ctypes.c_uint * 6)(*grid, self.threads, 1, 1), self.shared, stream,
             ctypes.cast(attributes, ctypes.POINTER(_Attribute)), len(wanted),
