@@ -44,7 +44,11 @@ constexpr u32 BYTES = BARRIERS_AT + 8 * (3 * RING + 8 + GROUPS + 1);
 static_assert(BYTES <= 227 * 1024, "shared memory");
 
 __device__ __forceinline__ void copy_16(u32 target, const void* source) {
-#if STREAM_HINT & 1
+#if STREAM_HINT & 4
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "l"(policy) : "memory");
+#elif STREAM_HINT & 1
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
