@@ -32,7 +32,7 @@ def take_way(way: str) -> None:
     """Make `mhc_step` run one way, whatever the number of tokens: `triton`, or `rows` with macros behind commas."""
     name, *defines = way.split(",")
     mhc._ROW_TOKENS = range(1 << 30) if name == "rows" else ()
-    mhc._FEW_TOKENS = 64 if name == "few" else -1
+    mhc._FEW_TOKENS = -1 if name != "few" else 64 if "FEWA=1" in defines else 128
     mhc._COOPERATIVE = "ALONE=1" not in defines
     mhc._DEFINES = tuple(defines)
 

@@ -229,9 +229,14 @@ def _row_teams(device: torch.device, groups: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count // _RANKS
 
 
-@functools.lru_cache(maxsize=8)
-def _few_kernel(groups: int) -> NativeKernel:
-    return NativeKernel("mhc_few.cu", "mhc_few", "PPPPPPPPPPPPPPPiifff", threads=32 * 17, defines=(f"GROUPS={groups}",))
+@functools.lru_cache(maxsize=16)
+def _few_kernel(groups: int, tiles: int) -> NativeKernel:
+    if "FEWA=1" in _DEFINES:
+        return NativeKernel("mhc_fewa.cu", "mhc_fewa", "PPPPPPPPPPPPPPPiifff", threads=32 * 17, defines=(f"GROUPS={groups}",))
+    warps = groups // 2 * tiles
+    shared = groups // 2 * 12288 + warps * 9 * 28 * 4 + 8
+    return NativeKernel("mhc_few.cu", "mhc_few", "PPPPPPPPPPPPPPPiifff", threads=32 * warps, shared=shared,
+                        defines=(f"GROUPS={groups}", f"TILES={tiles}"))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
@@ -265,14 +270,18 @@ def _cluster_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations
         packed = _cached(fn, "cluster", cluster_projection)
         stream = torch.cuda.current_stream(device).cuda_stream
         clustered = "CLUSTER=1" in _DEFINES
-        if t <= _FEW_TOKENS:
-            kernel, blocks, words = _few_kernel(d // 512), d // 64, _FEW_TOKENS * (d // 64) * 33
+        chunks = 1
+        if t <= _FEW_TOKENS and "FEWA=1" in _DEFINES:
+            kernel, blocks, words = _few_kernel(d // 512, 0), d // 64, 64 * (d // 64) * 33
+        elif t <= _FEW_TOKENS:
+            tiles = 1 if t <= 32 else 2 if t <= 64 else 4
+            kernel, blocks, chunks, words = _few_kernel(d // 512, tiles), 32, -(-t // (8 * tiles)), 4 * 32 * 32 * 33 + 1
         else:
             most = _row_teams(device, d // 512)
             kernel, blocks, words = _row_kernel(d // 512, _DEFINES), min(most, -(-t // 8)) * _RANKS, most * _RANKS * 8 * 8 * 33
         tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, _mail(device, stream, words))
         kernel(
-            (blocks, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
+            (blocks, chunks, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
             cluster=_RANKS if clustered and t > _FEW_TOKENS else 1, together=_COOPERATIVE and not clustered,
         )  # fmt: skip
     return MhcStep(new, mix, x)
