@@ -43,10 +43,10 @@ __device__ __forceinline__ u32 now_() { u32 t; asm volatile("mov.u32 %0, %%clock
 struct Barriers {''')
     text = re.sub(r"(?:barrier_wait|barrier_wait_cluster)\(bars\.(\w+)\([^;]*;", lambda m: timed(m[0], NAMES.index(m[1])), text)
     text = text.replace("copy_wait<SLOTS - 1>();", timed("copy_wait<SLOTS - 1>();", 7))
-    text = text.replace("        u64 low = read_word(from)", "        const u32 t8_ = now_();\n        u64 low = read_word(from)")
-    text = text.replace("        float square = value_of(low)", "        spent_[threadIdx.x >> 5][8] += now_() - t8_;\n        float square = value_of(low)")
+    text = text.replace("        float square[TILES];\n", "        float square[TILES];\n        const u32 t8_ = now_();\n")
+    text = text.replace("if (!__any_sync(~0u, missing)) break;\n            __nanosleep(100)", "if (!__any_sync(~0u, missing)) { spent_[threadIdx.x >> 5][8] += now_() - t8_; break; }\n            __nanosleep(100)")
     text = text.replace("            while (true) {\n                bool missing", "            const u32 t9_ = now_();\n            while (true) {\n                bool missing")
-    text = text.replace("if (!__any_sync(~0u, missing)) break;", "if (!__any_sync(~0u, missing)) { spent_[threadIdx.x >> 5][9] += now_() - t9_; break; }")
+    text = text.replace("if (!__any_sync(~0u, missing)) break;\n                __nanosleep(200)", "if (!__any_sync(~0u, missing)) { spent_[threadIdx.x >> 5][9] += now_() - t9_; break; }\n                __nanosleep(200)")
     text = text.replace("    if (threadIdx.x == 0) {\n        for (int n = 0; n < RING", "    for (int k = threadIdx.x; k < 16 * 12; k += THREADS) spent_[k / 12][k % 12] = 0;\n    const u32 t0 = now_();\n    if (threadIdx.x == 0) {\n        for (int n = 0; n < RING", 1)
     text = text.replace("    wait_for_kernels();\n", "    wait_for_kernels();\n    const u32 t1 = now_();\n", 1)
     text = text.replace("    else\n        send_sums(shared, bars, mail, tiles.count, lane, rank);\n", '''    else
@@ -72,7 +72,7 @@ def where(way, tokens):
         for _ in range(3): step = kernels.mhc_step(*tensors, **options)
         torch.cuda.synchronize()
         torch.empty = real
-        blocks = 16 * min(mhc._row_teams(torch.device("cuda"), 10), -(-t // 8))
+        blocks = mhc._ROW_BLOCKS(torch.device("cuda"), 10, t)
         spent = step.mix.comb.flatten()[t * 16 :][: blocks * 192].view(blocks, 16, 12).cpu()
         print(f"{way} t={t}: cycles a warp: total (least, most), before, waits")
         for role, warps in (("compute", range(10)), ("mix", [10]), ("norm", [11, 14]), ("load", [12]), ("send", [13])):

@@ -208,25 +208,35 @@ _DEFINES: tuple[str, ...] = ()
 _COOPERATIVE = True
 
 
+def _macro(name: str, default: int) -> int:
+    return next((int(each.split("=")[1]) for each in _DEFINES if each.startswith(name + "=")), default)
+
+
 @functools.lru_cache(maxsize=8)
 def _row_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
-    row = 64 * groups
-    rows = 4 * 8 * (row + (0 if groups % 2 else 64))
-    sums = 2 * groups * 8 * 28 * 4 + 4 * _RANKS * 8 * 4 + 2 * _RANKS * 28 * 4 + 32
-    shared = groups * (12288 + 2 * 2560) + rows + row + 4 * 8 * 96 + sums + 8 * (3 * 4 + 8 + groups + 1)
+    tiles, slots = _macro("TILES", 1), _macro("SLOTS", 2)
+    span, ranks, tokens = groups // tiles, 16 * tiles, 8 * tiles
+    row = 64 * span
+    rows = 4 * tokens * (row + (0 if span % 2 else 64))
+    sums = 2 * groups * 8 * 28 * 4 + 4 * ranks * tokens * 4 + 2 * ranks * 28 * 4 + 32
+    shared = span * 12288 + groups * slots * 2560 + rows + row + 4 * tokens * 96 + sums + 8 * (3 * 4 + 8 + span + 1)
     return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPPiifff", threads=32 * (groups + 5), shared=shared,
                         defines=(f"GROUPS={groups}", *defines))  # fmt: skip
 
 
-@functools.lru_cache(maxsize=16)
 def _row_teams(device: torch.device, groups: int) -> int:
     """How many times 16 blocks run at once; 0 where the kernel cannot run."""
     if device_arch(device) != 90 or native_reason() is not None:
         return 0
     if "CLUSTER=1" in _DEFINES:
         return _row_kernel(groups, _DEFINES).clusters(device, _RANKS)
-    return torch.cuda.get_device_properties(device).multi_processor_count // _RANKS
+    return torch.cuda.get_device_properties(device).multi_processor_count // (_RANKS * _macro("TILES", 1))
+
+
+def _ROW_BLOCKS(device, groups, t):
+    tiles = _macro("TILES", 1)
+    return min(_row_teams(device, groups), -(-t // (8 * tiles))) * 16 * tiles
 
 
 @functools.lru_cache(maxsize=16)
@@ -278,7 +288,9 @@ def _cluster_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations
             kernel, blocks, chunks, words = _few_kernel(d // 512, tiles), 32, -(-t // (8 * tiles)), 4 * 32 * 32 * 33 + 1
         else:
             most = _row_teams(device, d // 512)
-            kernel, blocks, words = _row_kernel(d // 512, _DEFINES), min(most, -(-t // 8)) * _RANKS, most * _RANKS * 8 * 8 * 33
+            tiles = _macro("TILES", 1)
+            kernel, blocks = _row_kernel(d // 512, _DEFINES), _ROW_BLOCKS(device, d // 512, t)
+            words = most * 16 * tiles * 8 * tiles * 8 * 33
         tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, _mail(device, stream, words))
         kernel(
             (blocks, chunks, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
