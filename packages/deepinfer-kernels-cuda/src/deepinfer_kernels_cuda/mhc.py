@@ -222,7 +222,7 @@ def _row_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
     sums = 2 * groups * 8 * 28 * 4 + 4 * ranks * tokens * 4 + 2 * ranks * 28 * 4 + 32
     shared = span * 12288 + groups * slots * 2560 + rows + row + 4 * tokens * 96 + sums + 8 * (3 * 4 + 8 + span + 1)
     return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPPiifff", threads=32 * (groups + 5), shared=shared,
-                        defines=(f"GROUPS={groups}", *defines))  # fmt: skip
+                        defines=(f"GROUPS={groups}", f"SHARED={shared}", *defines))  # fmt: skip
 
 
 def _row_teams(device: torch.device, groups: int) -> int:
@@ -246,7 +246,7 @@ def _few_kernel(groups: int, tiles: int) -> NativeKernel:
     warps = groups // 2 * tiles
     shared = groups // 2 * 12288 + warps * 9 * 28 * 4 + 8
     return NativeKernel("mhc_few.cu", "mhc_few", "PPPPPPPPPPPPPPPiifff", threads=32 * warps, shared=shared,
-                        defines=(f"GROUPS={groups}", f"TILES={tiles}"))  # fmt: skip
+                        defines=(f"GROUPS={groups}", f"TILES={tiles}", f"SHARED={shared}"))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)

@@ -47,7 +47,9 @@ constexpr u32 SUMS_AT = SQUARES_AT + 4 * RANKS * TOKENS * 4;       // [2][RANKS]
 constexpr u32 SEND_AT = SUMS_AT + 2 * RANKS * SUMS * 4;
 constexpr u32 BARRIERS_AT = SEND_AT + 32;
 constexpr u32 BYTES = BARRIERS_AT + 8 * (3 * RING + 8 + SPAN + 1);
-static_assert(BYTES <= 227 * 1024, "shared memory");
+#ifdef SHARED
+static_assert(BYTES == SHARED, "shared memory that is asked for");
+#endif
 
 __device__ __forceinline__ void copy_16(u32 target, const void* source) {
 #if STREAM_HINT & 4

@@ -20,6 +20,9 @@ struct Shared {
     float mixes[WARPS][SUMS];
     u64 loaded;
 };
+#ifdef SHARED
+static_assert(sizeof(Shared) == SHARED, "shared memory that is asked for");
+#endif
 
 // Where blocks that share rows leave messages, in global memory: [MOST][BLOCKS] squares of rows, then [MOST][BLOCKS][32] sums.
 struct Mail {
