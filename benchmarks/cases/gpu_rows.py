@@ -33,7 +33,7 @@ def take_way(way: str) -> None:
     name, *defines = way.split(",")
     mhc._ROW_TOKENS = range(1 << 30) if name == "rows" else ()
     mhc._FEW_TOKENS = -1 if name != "few" else 64 if "FEWA=1" in defines else 128
-    mhc._COOPERATIVE = "ALONE=1" not in defines
+    mhc._COOPERATIVE = "TOGETHER=1" in defines
     mhc._DEFINES = tuple(defines)
 
 

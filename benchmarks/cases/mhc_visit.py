@@ -8,26 +8,14 @@ torch.manual_seed(0)
 
 def launchable(way):
     take_way(way)
-    if way == "triton": return
-    try:
-        tensors, options = mhc_inputs(8, D); kernels.mhc_step(*tensors, **options); torch.cuda.synchronize()
-    except Exception as e:
-        print("  cooperative:", type(e).__name__, str(e)[:150], flush=True)
-        mhc._COOPERATIVE = False
 
 def check(way, tokens, others=((77, 1024), (300, 4096))):
     launchable(way)
-    coop = mhc._COOPERATIVE
     for t, d in [*((t, D) for t in tokens), *others]: check_mhc(way, t, d)
 
 def times(way, tokens, copy=4256):
     launchable(way)
-    for t in tokens:
-        try: time_mhc(way, t, copy)
-        except Exception as e:
-            print("  cooperative:", type(e).__name__, str(e)[:150], flush=True)
-            mhc._COOPERATIVE = False
-            time_mhc(way, t, copy)
+    for t in tokens: time_mhc(way, t, copy)
 
 def baseline(tokens, copy=4256):
     from deepinfer_kernels_cuda import mhc_main
@@ -56,7 +44,7 @@ struct Barriers {''')
     __syncthreads();
     if (threadIdx.x < 16 * 12) new_comb[tokens * 16 + blockIdx.x * 192 + threadIdx.x] = spent_[threadIdx.x / 12][threadIdx.x % 12];
 ''')
-    assert text.count("t0_") > 15 and text.count("t8_") == 2 and text.count("t9_") == 2
+    assert text.count("t0_") > 12 and text.count("t8_") == 2 and text.count("t9_") == 2
     return text
 
 def where(way, tokens):

@@ -219,7 +219,7 @@ def _row_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
     span, ranks, tokens = groups // tiles, 16 * tiles, 8 * tiles
     row = 64 * span
     rows = 4 * tokens * (row + (0 if span % 2 else 64))
-    sums = 2 * groups * 8 * 28 * 4 + 4 * ranks * tokens * 4 + 2 * ranks * 28 * 4 + 32
+    sums = 2 * groups * 8 * 28 * 4 + 4 * ranks * tokens * 4 + 2 * ranks * 28 * 4 + 32 + (32 * 29 + 28) * 4
     shared = span * 12288 + groups * slots * 2560 + rows + row + 4 * tokens * 96 + sums + 8 * (3 * 4 + 8 + span + 1)
     return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPPiifff", threads=32 * (groups + 5), shared=shared,
                         defines=(f"GROUPS={groups}", f"SHARED={shared}", *defines))  # fmt: skip
@@ -244,7 +244,7 @@ def _few_kernel(groups: int, tiles: int) -> NativeKernel:
     if "FEWA=1" in _DEFINES:
         return NativeKernel("mhc_fewa.cu", "mhc_fewa", "PPPPPPPPPPPPPPPiifff", threads=32 * 17, defines=(f"GROUPS={groups}",))
     warps = groups // 2 * tiles
-    shared = groups // 2 * 12288 + warps * 9 * 28 * 4 + 8
+    shared = groups // 2 * 12288 + (warps * 9 + 2) * 28 * 4 + 8
     return NativeKernel("mhc_few.cu", "mhc_few", "PPPPPPPPPPPPPPPiifff", threads=32 * warps, shared=shared,
                         defines=(f"GROUPS={groups}", f"TILES={tiles}", f"SHARED={shared}"))  # fmt: skip
 
@@ -294,7 +294,7 @@ def _cluster_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations
         tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, _mail(device, stream, words))
         kernel(
             (blocks, chunks, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
-            cluster=_RANKS if clustered and t > _FEW_TOKENS else 1, together=_COOPERATIVE and not clustered,
+            cluster=_RANKS if clustered and t > _FEW_TOKENS else 1, together=_COOPERATIVE,
         )  # fmt: skip
     return MhcStep(new, mix, x)
 

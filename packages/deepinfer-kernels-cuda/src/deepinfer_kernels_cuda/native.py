@@ -176,7 +176,7 @@ class NativeKernel:
                 1, ctypes.cast(packed, ctypes.c_void_p), 2, ctypes.cast(ctypes.pointer(size), ctypes.c_void_p), 0
             )
             # Every kernel of `cuda/` begins with `wait_for_kernels`.
-            config = self._config(grid, cluster, torch.cuda.current_stream(index).cuda_stream, overlaps(device), together)
+            config = self._config(grid, cluster, torch.cuda.current_stream(index).cuda_stream, overlaps(device) and not together, together)
             _check_driver(_driver().cuLaunchKernelEx(ctypes.byref(config), function, None, extra), self.entry)
 
     def _config(

@@ -45,7 +45,10 @@ constexpr u32 PART_AT = MIX_AT + RING * MIX;                 // [2][GROUPS][8][S
 constexpr u32 SQUARES_AT = PART_AT + 2 * PART;                     // [4][RANKS][TOKENS]: squares of rows, from every block
 constexpr u32 SUMS_AT = SQUARES_AT + 4 * RANKS * TOKENS * 4;       // [2][RANKS][SUMS]: of the token that is this block's
 constexpr u32 SEND_AT = SUMS_AT + 2 * RANKS * SUMS * 4;
-constexpr u32 BARRIERS_AT = SEND_AT + 32;
+constexpr u32 KEPT = 29;                                             // words of a token whose coefficients are not made yet
+constexpr u32 KEPT_AT = SEND_AT + 32;                                // [32][KEPT]
+constexpr u32 MODEL_AT = KEPT_AT + 32 * KEPT * 4;
+constexpr u32 BARRIERS_AT = MODEL_AT + (MODEL + 1) * 4;
 constexpr u32 BYTES = BARRIERS_AT + 8 * (3 * RING + 8 + SPAN + 1);
 #ifdef SHARED
 static_assert(BYTES == SHARED, "shared memory that is asked for");
@@ -233,9 +236,10 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
     }
 }
 
-// Coefficients of this block's token of every other tile.
-__device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, const Mix& mix,
-                                             int iterations, float eps, float mix_eps) {
+// Coefficients of this block's token of every other tile; of up to 32 at once, a thread has one.
+__device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int iterations,
+                                             float eps, float mix_eps, float* pre, float* post, float* comb) {
+    int kept = 0, first = 0;
 #pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
         const int mine = int(rank) - TOKENS * (n & 1);
@@ -268,10 +272,18 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
             }
         }
 #endif
+        if (own) {
+            if (kept == 0) first = tiles.token(n) + mine;
+            if (lane < SUMS) store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, sum);
+            ++kept;
+        }
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.normalised(n));
-        if (!own) continue;
-        finish_token(sum, lane, tiles.token(n) + mine, mix, 4.0f * RANKS * CHANNELS, iterations, eps, mix_eps);
+        if (kept < 32 && (n + 1 < tiles.count || kept == 0)) continue;
+        finish_token(shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, iterations, eps,
+                     mix_eps, lane < kept, first + lane * i64(2 * TOKENS * tiles.step), pre, post, comb);
+        kept = 0;
+        __syncwarp();
     }
 }
 
@@ -372,6 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         barrier_expect(bars.constants(SPAN), ROW);
         copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(SPAN));
     }
+    if (warp == GROUPS && lane < MODEL) store_float(shared + MODEL_AT + lane * 4, lane < 24 ? base[lane] : scale[lane - 24]);
     __syncwarp();
 #if CLUSTER
     cluster_sync();
@@ -392,8 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (role < 0)
         compute(shared, bars, tiles, warp, lane, rank, streams, output, new_streams);
     else if (role == 0)
-        finish_mixes(shared, bars, mail, tiles, lane, rank, Mix(new_pre, new_post, new_comb, base, scale, lane), iterations, eps,
-                     mix_eps);
+        finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, new_pre, new_post, new_comb);
     else if (role == 1 || role == 4)
         normalise(shared, bars, mail, tiles, lane, rank, role == 1 ? 0 : TOKENS / 2, x, norm_eps);
     else if (role == 2)

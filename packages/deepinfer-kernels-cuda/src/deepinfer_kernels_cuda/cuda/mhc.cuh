@@ -40,7 +40,7 @@ __device__ __forceinline__ float load_float(u32 address) { return __uint_as_floa
 __device__ __forceinline__ void store_float(u32 address, float value) { store_shared(address, __float_as_uint(value)); }
 __device__ __forceinline__ float inverse(float x) {
     float y;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 __device__ __forceinline__ float exponential(float x) { return exp2_fast(x * 1.4426950408889634f); }
@@ -114,61 +114,65 @@ __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc
     store_float(warp + (of * SUMS + 24 + quad) * 4, quad == 0 ? square : quad == 1 ? row_square : 0.0f);
 }
 
-__device__ __forceinline__ float weighted(float a, float b, float c, float d, const float (&factor)[4], float eps) {
-    return fmaf(b, factor[1], a * factor[0]) + fmaf(d, factor[3], fmaf(c, factor[2], eps));
+__device__ __forceinline__ float weighted(float a, float b, float c, float d, const float (&factor)[4], float more) {
+    return fmaf(b, factor[1], fmaf(a, factor[0], more)) + fmaf(d, factor[3], c * factor[2]);
+}
+// Four reciprocals by two: the unit that makes them takes longest.
+__device__ __forceinline__ void invert(float (&d)[4], const float (&x)[4]) {
+    const float a = inverse(x[0] * x[1]), b = inverse(x[2] * x[3]);
+    d[0] = a * x[1], d[1] = a * x[0], d[2] = b * x[3], d[3] = b * x[2];
 }
 
-// Coefficients from sums: lanes 0..15 comb, 16..19 pre, 20..23 post, as the sums lie; base and scale have pre, post, comb.
-struct Mix {
-    float *pre, *post, *comb, bias, factor;
-    __device__ Mix(float* pre, float* post, float* comb, const float* base, const float* scale, int lane)
-        : pre(pre), post(post), comb(comb), bias(lane < 16 ? base[8 + lane] : lane < 24 ? base[lane - 16] : 0.0f),
-          factor(lane < 16 ? scale[2] : lane < 20 ? scale[0] : scale[1]) {}
-};
+// What coefficients are made from, in shared memory: base (4 of pre, 4 of post, 16 of comb), then scale (pre, post, comb).
+constexpr u32 MODEL = 27;
 
-__device__ __forceinline__ void finish_token(float sum, int lane, i64 token, const Mix& mix, float width, int iterations,
-                                             float eps, float mix_eps) {
-    const float square = __shfl_sync(~0u, sum, 24);
-    const float value = mix.bias + sum * (1.0f / sqrtf(square / width + mix_eps)) * mix.factor;
-    if (lane >= 16 && lane < 20) mix.pre[token * 4 + lane - 16] = 1.0f / (1.0f + exponential(-value)) + eps;
-    if (lane >= 20 && lane < 24) mix.post[token * 4 + lane - 20] = 2.0f / (1.0f + exponential(-value));
+// A thread's token: its sums lie at `sums`.
+__device__ __forceinline__ void finish_token(u32 sums, u32 model, float width, int iterations, float eps, float mix_eps, bool store,
+                                             i64 token, float* pre, float* post, float* comb) {
+    const float norm = 1.0f / sqrtf(load_float(sums + 24 * 4) / width + mix_eps);
     float c[4][4];
+    {
+        float p[4], q[4];
+        const float for_pre = norm * load_float(model + 24 * 4), for_post = norm * load_float(model + 25 * 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            p[i] = inverse(1.0f + exponential(-load_float(model + i * 4) - load_float(sums + (16 + i) * 4) * for_pre)) + eps;
+            q[i] = 2.0f * inverse(1.0f + exponential(-load_float(model + (4 + i) * 4) - load_float(sums + (20 + i) * 4) * for_post));
+        }
+        if (store) {
+            reinterpret_cast<float4*>(pre)[token] = make_float4(p[0], p[1], p[2], p[3]);
+            reinterpret_cast<float4*>(post)[token] = make_float4(q[0], q[1], q[2], q[3]);
+        }
+    }
+    const float factor = norm * load_float(model + 26 * 4);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int o = 0; o < 4; ++o) c[i][o] = __shfl_sync(~0u, value, 4 * i + o);
+        for (int o = 0; o < 4; ++o) c[i][o] = load_float(model + (8 + 4 * i + o) * 4) + load_float(sums + (4 * i + o) * 4) * factor;
         const float top = fmaxf(fmaxf(c[i][0], c[i][1]), fmaxf(c[i][2], c[i][3]));
 #pragma unroll
         for (int o = 0; o < 4; ++o) c[i][o] = exponential(c[i][o] - top);
-        const float factor = inverse((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
+        const float all = inverse((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
 #pragma unroll
-        for (int o = 0; o < 4; ++o) c[i][o] = c[i][o] * factor + eps;
+        for (int o = 0; o < 4; ++o) c[i][o] = c[i][o] * all + eps;
     }
-    // Columns, then rows and columns in turn. A half sums products with the factors of the half before and applies those
-    // beside: the way from factors to factors is what takes long.
-    float row[4] = {1, 1, 1, 1}, column[4];
+    // The matrix stays; its rows and columns have factors. Dividing row i by its sum and eps makes of its factor r
+    // 1 / (sum over o of c[i][o] column[o] + eps / r), and so do columns: first those, then rows and columns in turn.
+    float rows[4] = {1, 1, 1, 1}, columns[4] = {1, 1, 1, 1}, row[4] = {1, 1, 1, 1}, column[4];
+#pragma unroll 1
+    for (int k = 0;; ++k) {
 #pragma unroll
-    for (int o = 0; o < 4; ++o) column[o] = inverse(weighted(c[0][o], c[1][o], c[2][o], c[3][o], row, eps));
-    for (int k = 1; k < iterations; ++k) {
+        for (int o = 0; o < 4; ++o) columns[o] = weighted(c[0][o], c[1][o], c[2][o], c[3][o], row, eps * columns[o]);
+        invert(column, columns);
+        if (k + 1 >= iterations) break;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            row[i] = inverse(weighted(c[i][0], c[i][1], c[i][2], c[i][3], column, eps));
-#pragma unroll
-            for (int o = 0; o < 4; ++o) c[i][o] *= column[o];
-        }
-#pragma unroll
-        for (int o = 0; o < 4; ++o) {
-            column[o] = inverse(weighted(c[0][o], c[1][o], c[2][o], c[3][o], row, eps));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) c[i][o] *= row[i];
-        }
+        for (int i = 0; i < 4; ++i) rows[i] = weighted(c[i][0], c[i][1], c[i][2], c[i][3], column, eps * rows[i]);
+        invert(row, rows);
     }
-#pragma unroll
-    for (int o = 0; o < 4; ++o)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c[i][o] *= column[o];
-    if (lane == 0)
+    if (store)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            reinterpret_cast<float4*>(mix.comb)[token * 4 + i] = make_float4(c[i][0], c[i][1], c[i][2], c[i][3]);
+            reinterpret_cast<float4*>(comb)[token * 4 + i] =
+                make_float4(c[i][0] * row[i] * column[0], c[i][1] * row[i] * column[1], c[i][2] * row[i] * column[2],
+                            c[i][3] * row[i] * column[3]);
 }

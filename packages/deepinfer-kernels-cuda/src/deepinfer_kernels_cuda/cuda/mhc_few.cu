@@ -17,7 +17,7 @@ constexpr u64 WIDTH = 64 * SPAN * BLOCKS;  // bytes of a row
 struct Shared {
     u8 fn[SPAN * FN_GROUP];
     float part[WARPS][8][SUMS];
-    float mixes[WARPS][SUMS];
+    float mixes[WARPS][SUMS], sums[SUMS], model[MODEL + 1];
     u64 loaded;
 };
 #ifdef SHARED
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const u64 column = (blockIdx.x * SPAN + group) * 64 + quad * 16;
     const uint4 scales = load_global(weight + column);
-    const Mix mix(new_pre, new_post, new_comb, base, scale, lane);
+    if (threadIdx.x < MODEL) s.model[threadIdx.x] = threadIdx.x < 24 ? base[threadIdx.x] : scale[threadIdx.x - 24];
     __syncthreads();
     wait_for_kernels();
     u32* epoch = reinterpret_cast<u32*>(mail_at) + blockIdx.y;
@@ -145,7 +145,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             float sum = 0;
 #pragma unroll
             for (int k = 0; k < WARPS; ++k) sum += s.mixes[k][min(lane, int(SUMS) - 1)];
-            finish_token(sum, lane, first + blockIdx.x, mix, 2.0f * WIDTH, iterations, eps, mix_eps);
+            if (lane < SUMS) s.sums[lane] = sum;
+            __syncwarp();
+            finish_token(shared_address(s.sums), shared_address(s.model), 2.0f * WIDTH, iterations, eps, mix_eps, lane == 0,
+                         first + blockIdx.x, new_pre, new_post, new_comb);
         }
     }
     if (!busy) return;
