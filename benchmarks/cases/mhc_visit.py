@@ -31,8 +31,8 @@ __device__ __forceinline__ u32 now_() { u32 t; asm volatile("mov.u32 %0, %%clock
 struct Barriers {''')
     text = re.sub(r"(?:barrier_wait|barrier_wait_cluster)\(bars\.(\w+)\([^;]*;", lambda m: timed(m[0], NAMES.index(m[1])), text)
     text = text.replace("copy_wait<SLOTS - 1>();", timed("copy_wait<SLOTS - 1>();", 7))
-    text = text.replace("        float square[TILES];\n", "        float square[TILES];\n        const u32 t8_ = now_();\n")
-    text = text.replace("if (!__any_sync(~0u, missing)) break;\n            __nanosleep(100)", "if (!__any_sync(~0u, missing)) { spent_[threadIdx.x >> 5][8] += now_() - t8_; break; }\n            __nanosleep(100)")
+    text = text.replace("        float square;\n", "        float square;\n        const u32 t8_ = now_();\n")
+    text = text.replace("if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n))) break;", "if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n))) { spent_[threadIdx.x >> 5][8] += now_() - t8_; break; }")
     text = text.replace("            while (true) {\n                bool missing", "            const u32 t9_ = now_();\n            while (true) {\n                bool missing")
     text = text.replace("if (!__any_sync(~0u, missing)) break;\n                __nanosleep(200)", "if (!__any_sync(~0u, missing)) { spent_[threadIdx.x >> 5][9] += now_() - t9_; break; }\n                __nanosleep(200)")
     text = text.replace("    if (threadIdx.x == 0) {\n        for (int n = 0; n < RING", "    for (int k = threadIdx.x; k < 16 * 12; k += THREADS) spent_[k / 12][k % 12] = 0;\n    const u32 t0 = now_();\n    if (threadIdx.x == 0) {\n        for (int n = 0; n < RING", 1)
@@ -60,7 +60,7 @@ def where(way, tokens):
         for _ in range(3): step = kernels.mhc_step(*tensors, **options)
         torch.cuda.synchronize()
         torch.empty = real
-        blocks = mhc._ROW_BLOCKS(torch.device("cuda"), 10, t)
+        blocks = 16 * min(mhc._teams(torch.device("cuda"), 10), -(-t // 8))
         spent = step.mix.comb.flatten()[t * 16 :][: blocks * 192].view(blocks, 16, 12).cpu()
         print(f"{way} t={t}: cycles a warp: total (least, most), before, waits")
         for role, warps in (("compute", range(10)), ("mix", [10]), ("norm", [11, 14]), ("load", [12]), ("send", [13])):

@@ -1,6 +1,6 @@
 """Hyper-connections: the fused step, and its parts under the names of the portable ops.
 
-On Hopper a whole seam of four bfloat16 streams and a few hundred to some thousand tokens is one kernel (`cuda/mhc.cu`). Of
+On Hopper a whole seam of four bfloat16 streams is one kernel: `cuda/mhc_few.cu` for a few tokens, `cuda/mhc.cu` for more. Of
 what is left, up to `_ONE_PASS_TOKENS` tokens take the one-pass kernel and its closing kernel (`kernels/mhc_stream.py`);
 everything else, and Triton's interpreter, the general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
 """
@@ -76,18 +76,18 @@ def chunk_projection(fn: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(0, (3, 2, 8)).permute(3, 0, 1, 4, 2, 5).contiguous()
 
 
-def cluster_projection(fn: torch.Tensor) -> torch.Tensor:
-    """The same two matrices as `cuda/mhc.cu` reads them: [16, d / 512, 2, 4, 3, 32, 8], for d channels of four streams.
+def lane_projection(fn: torch.Tensor) -> torch.Tensor:
+    """The same two matrices as the whole step in one kernel reads them: [d / 32, 2, 4, 3, 32, 8], for d channels of four streams.
 
-    A block of 16 has d / 512 groups of 32 channels; of each half of a group and each stream there are 16 rows of comb's
-    high parts, of its low parts, and 8 of both of pre and post, each as the fragments of 32 lanes.
+    Of each half of 32 channels and each stream there are 16 rows of comb's high parts, of its low parts, and 8 of both of pre
+    and post, each as the fragments of 32 lanes.
     """
     high = fn.to(torch.bfloat16)
     low = (fn - high.float()).to(torch.bfloat16)
     rows = torch.stack((high[8:], low[8:], torch.cat((high[:8], low[:8]))))
-    # Rows: tile, half, row; columns: stream, block, group, quarter of a group (a lane's 16 bytes), half of it, pair, element.
-    rows = rows.unflatten(1, (2, 8)).unflatten(3, (4, 16, -1, 4, 2, 2, 2))
-    made = rows.permute(4, 5, 7, 3, 0, 2, 6, 8, 1, 9).contiguous().flatten(5, 6).flatten(6)
+    # Rows: tile, half, row; columns: stream, group, quarter of a group (a lane's 16 bytes), half of it, pair, element.
+    rows = rows.unflatten(1, (2, 8)).unflatten(3, (4, -1, 4, 2, 2, 2))
+    made = rows.permute(4, 6, 3, 0, 2, 5, 7, 1, 8).contiguous().flatten(4, 5).flatten(5)
     # The kernel reads this before it waits for the kernels ahead. One that does not overlap lies between, this once.
     torch.zeros(1, device=fn.device)
     return made
@@ -201,101 +201,97 @@ def _stream(streams, fn, base, scale, *, iterations, eps, mix_eps, output=None, 
     return MhcStep(new, mix, x)
 
 
-_RANKS = 16  # blocks that share a row in `cuda/mhc.cu`
-_FEW_TOKENS = 64  # of `cuda/mhc_few.cu`
-_ROW_TOKENS = range(512, 1 << 30)  # where one kernel is faster than two or three (H200)
+_TEAM, _FEW_TEAM = 16, 32  # blocks that share rows, in `cuda/mhc.cu` and in `cuda/mhc_few.cu`
+_FEW_TOKENS = 128  # the most that `cuda/mhc_few.cu` takes
+_ROW_TOKENS = range(129, 1 << 30)  # where `cuda/mhc.cu` is faster than Triton's kernels (H200)
+_ARGUMENTS = "P" * 15 + "iifff"
 _DEFINES: tuple[str, ...] = ()
-_COOPERATIVE = True
-
-
-def _macro(name: str, default: int) -> int:
-    return next((int(each.split("=")[1]) for each in _DEFINES if each.startswith(name + "=")), default)
 
 
 @functools.lru_cache(maxsize=8)
 def _row_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
-    tiles, slots = _macro("TILES", 1), _macro("SLOTS", 2)
-    span, ranks, tokens = groups // tiles, 16 * tiles, 8 * tiles
-    row = 64 * span
-    rows = 4 * tokens * (row + (0 if span % 2 else 64))
-    sums = 2 * groups * 8 * 28 * 4 + 4 * ranks * tokens * 4 + 2 * ranks * 28 * 4 + 32 + (32 * 29 + 28) * 4
-    shared = span * 12288 + groups * slots * 2560 + rows + row + 4 * tokens * 96 + sums + 8 * (3 * 4 + 8 + span + 1)
-    return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPPiifff", threads=32 * (groups + 5), shared=shared,
+    row = 64 * groups
+    rows = 4 * 8 * (row + (0 if groups % 2 else 64))
+    sums = 2 * groups * 8 * 28 * 4 + (4 * _TEAM * 8 + 2 * _TEAM * 28) * 4 + 32 + (32 * 29 + 28) * 4
+    shared = groups * (12288 + 2 * 2560) + rows + row + 4 * 8 * 96 + sums + 8 * (3 * 4 + 8 + groups + 1)
+    return NativeKernel("mhc.cu", "mhc_step", _ARGUMENTS, threads=32 * (groups + 5), shared=shared,
                         defines=(f"GROUPS={groups}", f"SHARED={shared}", *defines))  # fmt: skip
 
 
-def _row_teams(device: torch.device, groups: int) -> int:
-    """How many times 16 blocks run at once; 0 where the kernel cannot run."""
-    if device_arch(device) != 90 or native_reason() is not None:
-        return 0
-    if "CLUSTER=1" in _DEFINES:
-        return _row_kernel(groups, _DEFINES).clusters(device, _RANKS)
-    return torch.cuda.get_device_properties(device).multi_processor_count // (_RANKS * _macro("TILES", 1))
-
-
-def _ROW_BLOCKS(device, groups, t):
-    tiles = _macro("TILES", 1)
-    return min(_row_teams(device, groups), -(-t // (8 * tiles))) * 16 * tiles
-
-
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=24)
 def _few_kernel(groups: int, tiles: int) -> NativeKernel:
-    if "FEWA=1" in _DEFINES:
-        return NativeKernel("mhc_fewa.cu", "mhc_fewa", "PPPPPPPPPPPPPPPiifff", threads=32 * 17, defines=(f"GROUPS={groups}",))
+    """The kernel for 512 `groups` channels and blocks of 8 `tiles` tokens; shared memory as `cuda/mhc_few.cu` lays it out."""
     warps = groups // 2 * tiles
     shared = groups // 2 * 12288 + (warps * 9 + 2) * 28 * 4 + 8
-    return NativeKernel("mhc_few.cu", "mhc_few", "PPPPPPPPPPPPPPPiifff", threads=32 * warps, shared=shared,
+    return NativeKernel("mhc_few.cu", "mhc_few", _ARGUMENTS, threads=32 * warps, shared=shared,
                         defines=(f"GROUPS={groups}", f"TILES={tiles}", f"SHARED={shared}"))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
-def _mail(device: torch.device, stream: int, words: int) -> torch.Tensor:
-    """Where blocks leave each other messages, zeros at first: 256 bytes and `words`. Launches of one stream follow each other."""
+def _teams(device: torch.device, groups: int) -> int:
+    """How many teams of blocks the device holds at once; 0 where the kernels cannot run.
+
+    A team's blocks wait for each other and for nobody else, and the device begins blocks in order, so a team that waits has
+    all its blocks on the device or next in line.
+    """
+    if device_arch(device) != 90 or native_reason() is not None:
+        return 0
+    try:
+        if _few_kernel(groups, 4).resident(device) < 4 * _FEW_TEAM:
+            return 0
+        kernel = _row_kernel(groups, _DEFINES)
+        return kernel.clusters(device, _TEAM) if "CLUSTER=1" in _DEFINES else kernel.resident(device) // _TEAM
+    except NativeError as failure:
+        _LOG.warning("hyper-connections of %d channels take the Triton kernels: %s", 512 * groups, failure)
+        return 0
+
+
+@functools.lru_cache(maxsize=32)
+def _mail(device: torch.device, stream: int, kernel: str, words: int) -> torch.Tensor:
+    """Where blocks leave each other messages, zeros at first: 32 words that count what a team has done, and `words`.
+
+    One for each stream, whose launches follow each other, and kind of kernel.
+    """
     return torch.zeros(32 + words, dtype=torch.int64, device=device)
 
 
-def _clustered(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles: tuple[torch.Tensor, ...]) -> bool:
+def _whole(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles: tuple[torch.Tensor, ...]) -> bool:
     """Whether one kernel does the whole step; `halves` it takes in bfloat16, `singles` in float32."""
-    d = streams.shape[2]
+    t, s, d = streams.shape
     return (
-        (streams.shape[0] <= _FEW_TOKENS or streams.shape[0] in _ROW_TOKENS)
-        and streams.shape[1] == 4
+        (t <= _FEW_TOKENS or t in _ROW_TOKENS)
+        and s == 4
         and d % 1024 == 0
         and d <= 5120
         and all(x.dtype == torch.bfloat16 for x in (streams, *halves))
         and all(x.dtype == torch.float32 for x in singles)
         and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (streams, *halves, *singles))
-        and _row_teams(streams.device, d // 512) > 0
+        and _teams(streams.device, d // 512) > 0
     )
 
 
-def _cluster_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, eps, output, post, comb) -> MhcStep:
+def _whole_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, eps, output, post, comb) -> MhcStep:
     """The whole step in one kernel."""
     t, s, d = streams.shape
-    device = streams.device
+    device, groups = streams.device, d // 512
     new, x = torch.empty_like(streams), streams.new_empty(t, d)
     mix = HyperMix(*(torch.empty(t, *shape, dtype=torch.float32, device=device) for shape in ((s,), (s,), (s, s))))
-    if t:
-        packed = _cached(fn, "cluster", cluster_projection)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        clustered = "CLUSTER=1" in _DEFINES
-        chunks = 1
-        if t <= _FEW_TOKENS and "FEWA=1" in _DEFINES:
-            kernel, blocks, words = _few_kernel(d // 512, 0), d // 64, 64 * (d // 64) * 33
-        elif t <= _FEW_TOKENS:
-            tiles = 1 if t <= 32 else 2 if t <= 64 else 4
-            kernel, blocks, chunks, words = _few_kernel(d // 512, tiles), 32, -(-t // (8 * tiles)), 4 * 32 * 32 * 33 + 1
-        else:
-            most = _row_teams(device, d // 512)
-            tiles = _macro("TILES", 1)
-            kernel, blocks = _row_kernel(d // 512, _DEFINES), _ROW_BLOCKS(device, d // 512, t)
-            words = most * 16 * tiles * 8 * tiles * 8 * 33
-        tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, _mail(device, stream, words))
-        kernel(
-            (blocks, chunks, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
-            cluster=_RANKS if clustered and t > _FEW_TOKENS else 1, together=_COOPERATIVE,
-        )  # fmt: skip
+    if not t:
+        return MhcStep(new, mix, x)
+    if t <= _FEW_TOKENS:
+        tiles = 1 if t <= 32 else 2 if t <= 64 else 4
+        kernel, grid, words = _few_kernel(groups, tiles), (_FEW_TEAM, -(-t // (8 * tiles)), 1), 4 * 32 * _FEW_TEAM * 33
+    else:
+        teams = _teams(device, groups)
+        kernel, grid = _row_kernel(groups, _DEFINES), (min(teams, -(-t // 8)) * _TEAM, 1, 1)
+        words = teams * 8 * 8 * _TEAM * 33
+    mail = _mail(device, torch.cuda.current_stream(device).cuda_stream, kernel.entry, words)
+    tensors = (streams, output, post, comb, pre, _cached(fn, "lanes", lane_projection), base, scale, weight, new, x, *mix, mail)
+    kernel(
+        grid, *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
+        cluster=_TEAM if "CLUSTER=1" in _DEFINES and t > _FEW_TOKENS else 1,
+    )  # fmt: skip
     return MhcStep(new, mix, x)
 
 
@@ -343,8 +339,8 @@ def mhc_step(
     """
     _check(streams, fn=fn, pre=pre, output=output, post=post, comb=comb)
     require((output is None) == (post is None) == (comb is None), "output, post and comb come together")
-    if output is not None and _clustered(streams, (output, norm_weight), (pre, post, comb, base, scale)):
-        return _cluster_step(streams, fn, base, scale, pre=pre, weight=norm_weight, norm_eps=norm_eps, iterations=iterations,
+    if output is not None and _whole(streams, (output, norm_weight), (pre, post, comb, base, scale)):
+        return _whole_step(streams, fn, base, scale, pre=pre, weight=norm_weight, norm_eps=norm_eps, iterations=iterations,
                              eps=eps, output=output, post=post, comb=comb)  # fmt: skip
     if _one_pass(streams):
         return _stream(streams, fn, base, scale, iterations=iterations, eps=eps, mix_eps=norm_eps, output=output, post=post,

@@ -94,7 +94,7 @@ def _check_rtc(result: int, name: str) -> None:
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: a cluster's size, that the launch may overlap with the end of the kernel before, or is cooperative."""
+    """CUlaunchAttribute: a cluster's size, or that the launch may overlap with the end of the kernel before."""
 
     _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
 
@@ -157,12 +157,8 @@ class NativeKernel:
             self._functions[device] = function
         return self._functions[device]
 
-    def __call__(
-        self, grid: tuple[int, int, int], *arguments: float, device: torch.device, cluster: int = 1, together: bool = False
-    ) -> None:
+    def __call__(self, grid: tuple[int, int, int], *arguments: float, device: torch.device, cluster: int = 1) -> None:
         """Launch on the current stream of `device`; blocks of one cluster are neighbours along x.
-
-        `together`: all blocks run at once or the launch fails, so that they may wait for each other.
 
         Raises:
             NativeError: The driver's words.
@@ -176,22 +172,33 @@ class NativeKernel:
                 1, ctypes.cast(packed, ctypes.c_void_p), 2, ctypes.cast(ctypes.pointer(size), ctypes.c_void_p), 0
             )
             # Every kernel of `cuda/` begins with `wait_for_kernels`.
-            config = self._config(grid, cluster, torch.cuda.current_stream(index).cuda_stream, overlaps(device) and not together, together)
+            config = self._config(grid, cluster, torch.cuda.current_stream(index).cuda_stream, overlaps(device))
             _check_driver(_driver().cuLaunchKernelEx(ctypes.byref(config), function, None, extra), self.entry)
 
-    def _config(
-        self, grid: tuple[int, int, int], cluster: int, stream: int | None, overlapping: bool, together: bool = False
-    ) -> _Config:
+    def _config(self, grid: tuple[int, int, int], cluster: int, stream: int | None, overlapping: bool) -> _Config:
         wanted = [_Attribute(4, 0, (ctypes.c_uint * 16)(cluster, 1, 1))] if cluster > 1 else []
         if overlapping:
             wanted.append(_Attribute(6, 0, (ctypes.c_uint * 16)(1)))
-        if together:
-            wanted.append(_Attribute(2, 0, (ctypes.c_uint * 16)(1)))
-        attributes = (_Attribute * 3)(*wanted)
+        attributes = (_Attribute * 2)(*wanted)
         return _Config(
             (ctypes.c_uint * 6)(*grid, self.threads, 1, 1), self.shared, stream,
             ctypes.cast(attributes, ctypes.POINTER(_Attribute)), len(wanted),
         )  # fmt: skip
+
+    def resident(self, device: torch.device) -> int:
+        """How many blocks a device holds at once.
+
+        Raises:
+            NativeError: The driver's words.
+        """
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        count = ctypes.c_int()
+        with torch.cuda.device(index):
+            result = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(count), self._load(index), self.threads, ctypes.c_size_t(self.shared)
+            )
+        _check_driver(result, f"{self.entry}: blocks at once")
+        return count.value * torch.cuda.get_device_properties(index).multi_processor_count
 
     def clusters(self, device: torch.device, size: int) -> int:
         """How many clusters of `size` blocks run at once on a device: multiprocessors of one cluster lie together.

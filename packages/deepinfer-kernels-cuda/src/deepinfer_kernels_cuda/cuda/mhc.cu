@@ -15,29 +15,23 @@
 #ifndef CLUSTER
 #define CLUSTER 0
 #endif
-#ifndef TILES
-#define TILES 1
-#endif
-#ifndef SLOTS
-#define SLOTS 2
-#endif
 #ifndef STREAM_HINT
 #define STREAM_HINT 0
 #endif
 
-constexpr int RANKS = 16 * TILES, SPAN = GROUPS / TILES, TOKENS = 8 * TILES, RING = 4, MESSAGES = 8;
+constexpr int RANKS = 16, TOKENS = 8, SLOTS = 2, RING = 4, MESSAGES = 8;
 constexpr int THREADS = 32 * (GROUPS + 5);
-constexpr int CHANNELS = 32 * SPAN;
+constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
 constexpr u64 WIDTH = u64(RANKS) * ROW;                      // of a row
-constexpr u32 ROW_PITCH = ROW + (SPAN % 2 ? 0 : 64);       // the next token's pieces lie in other banks
+constexpr u32 ROW_PITCH = ROW + (GROUPS % 2 ? 0 : 64);       // the next token's pieces lie in other banks
 constexpr u32 ROW_SLOT = TOKENS * ROW_PITCH;
 constexpr u32 STREAM_SLOT = 5 * 512;                         // of a warp: 16 bytes a thread of the output and four streams
 constexpr u32 PART = GROUPS * 8 * SUMS * 4;
 constexpr u32 MIX = TOKENS * 96;                             // of a tile: comb, post, pre
 
 constexpr u32 FN_AT = 0;
-constexpr u32 STREAM_AT = FN_AT + SPAN * FN_GROUP;
+constexpr u32 STREAM_AT = FN_AT + GROUPS * FN_GROUP;
 constexpr u32 ROW_AT = STREAM_AT + GROUPS * SLOTS * STREAM_SLOT;
 constexpr u32 WEIGHT_AT = ROW_AT + RING * ROW_SLOT;
 constexpr u32 MIX_AT = WEIGHT_AT + ROW;
@@ -49,7 +43,7 @@ constexpr u32 KEPT = 29;                                             // words of
 constexpr u32 KEPT_AT = SEND_AT + 32;                                // [32][KEPT]
 constexpr u32 MODEL_AT = KEPT_AT + 32 * KEPT * 4;
 constexpr u32 BARRIERS_AT = MODEL_AT + (MODEL + 1) * 4;
-constexpr u32 BYTES = BARRIERS_AT + 8 * (3 * RING + 8 + SPAN + 1);
+constexpr u32 BYTES = BARRIERS_AT + 8 * (3 * RING + 8 + GROUPS + 1);
 #ifdef SHARED
 static_assert(BYTES == SHARED, "shared memory that is asked for");
 #endif
@@ -91,7 +85,7 @@ struct Barriers {
     __device__ u32 message(int n) const { return base + 8 * (3 * RING + n % 4); }        // all blocks' sums have come
     __device__ u32 taken(int n) const { return base + 8 * (3 * RING + 4 + n % 2); }      // and were read
     __device__ u32 summed(int n) const { return base + 8 * (3 * RING + 6 + n % 2); }     // the warps' sums were read
-    __device__ u32 constants(int k) const { return base + 8 * (3 * RING + 8 + k); }      // a warp's projection; at SPAN the weight
+    __device__ u32 constants(int k) const { return base + 8 * (3 * RING + 8 + k); }      // a warp's projection; at GROUPS the weight
 };
 
 struct Tiles {
@@ -100,10 +94,10 @@ struct Tiles {
     __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
 };
 
-__device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, int warp, int lane, u32 rank, const u8* streams,
+__device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, int group, int lane, u32 rank, const u8* streams,
                                         const u8* output, u8* new_streams) {
-    const int group = warp % SPAN, of = warp / SPAN * 8 + (lane >> 2), quad = lane & 3;
-    const u32 own = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + lane * 16;
+    const int of = lane >> 2, quad = lane & 3;
+    const u32 own = shared + STREAM_AT + group * SLOTS * STREAM_SLOT + lane * 16;
     const u64 column = rank * ROW + group * 64 + quad * 16;
     // A thread reads only what it brought itself.
     const auto bring = [&](int n) {
@@ -142,7 +136,7 @@ __device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, 
         for (int o = 0; o < 4; ++o)
             if (of < tiles.here(n)) store_16(target + o * WIDTH, packed[1 + o]);
         if (n >= 2) barrier_wait(bars.summed(n), (n / 2 - 1) & 1);
-        write_sums(shared + PART_AT + (n & 1) * PART + warp * 8 * SUMS * 4, lane, acc, square, row_square);
+        write_sums(shared + PART_AT + (n & 1) * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.done(n));
     }
@@ -184,14 +178,14 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
         barrier_wait(bars.done(n), n / RING & 1);
-        float4 sums[2 * TILES];
+        float4 sums[2];
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; ++i) {
+        for (int i = 0; i < 2; ++i) {
             const int item = min(lane + 32 * i, TOKENS * 7 - 1);
-            const u32 from = shared + PART_AT + (n & 1) * PART + (item / 56 * SPAN * 56 + item % 56) * 16;
+            const u32 from = shared + PART_AT + (n & 1) * PART + item * 16;
             sums[i] = load_floats(from);
 #pragma unroll
-            for (int group = 1; group < SPAN; ++group) {
+            for (int group = 1; group < GROUPS; ++group) {
                 const float4 more = load_floats(from + group * 8 * SUMS * 4);
                 sums[i].x += more.x, sums[i].y += more.y, sums[i].z += more.z, sums[i].w += more.w;
             }
@@ -219,12 +213,12 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
 #else
         const u32 tag = mail.tag(n);
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; ++i) {
+        for (int i = 0; i < 2; ++i) {
             const int item = lane + 32 * i, token = item / 7, piece = item % 7;
             if (item < TOKENS * 7 && piece == 6) post_word(mail.squares(n, rank, token), tagged(sums[i].y, tag));
         }
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; ++i) {
+        for (int i = 0; i < 2; ++i) {
             const int item = lane + 32 * i, token = item / 7, piece = item % 7;
             if (item < TOKENS * 7) {
                 u64* to = mail.sums(n, rank, token) + piece * 4;
@@ -261,7 +255,7 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
             while (true) {
                 bool missing = false;
                 sum = 0;
-#pragma unroll 16
+#pragma unroll
                 for (int source = 0; source < RANKS; ++source) {
                     const u64 word = read_word(from + source * 32);
                     missing |= tag_of(word) != mail.tag(n);
@@ -290,54 +284,37 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
 // Rows of half of a tile's tokens.
 __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int first, u8* x,
                                           float norm_eps) {
-    barrier_wait(bars.constants(SPAN), 0);
+    barrier_wait(bars.constants(GROUPS), 0);
 #pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
 #if CLUSTER
         barrier_wait_cluster(bars.message(n), n >> 2 & 1);
         const u32 from = shared + SQUARES_AT + ((n & 3) * RANKS + (lane & 7)) * TOKENS * 4 + (first + (lane >> 3)) * 4;
-        float square[1] = {load_float(from) + load_float(from + 8 * TOKENS * 4)};
+        float square = load_float(from) + load_float(from + 8 * TOKENS * 4);
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.taken(n));
 #else
         barrier_wait(bars.done(n), n / RING & 1);
         const u64* from = mail.squares(n, lane & 7, first + (lane >> 3));
-        float square[TILES];
+        float square;
         while (true) {
-            bool missing = false;
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) {
-                square[i] = 0;
-#pragma unroll
-                for (int k = 0; k < RANKS / 8; ++k) {
-                    const u64 word = read_word(from + 4 * i + 8 * k * TOKENS);
-                    missing |= tag_of(word) != mail.tag(n);
-                    square[i] += value_of(word);
-                }
-            }
-            if (!__any_sync(~0u, missing)) break;
+            const u64 low = read_word(from), high = read_word(from + 8 * TOKENS);
+            square = value_of(low) + value_of(high);
+            if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n))) break;
             __nanosleep(100);
         }
 #endif
-        float factor[TILES];
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            square[i] += __shfl_xor_sync(~0u, square[i], 1);
-            square[i] += __shfl_xor_sync(~0u, square[i], 2);
-            square[i] += __shfl_xor_sync(~0u, square[i], 4);
-            factor[i] = 1.0f / sqrtf(square[i] / (RANKS * CHANNELS) + norm_eps);
-        }
+        square += __shfl_xor_sync(~0u, square, 1);
+        square += __shfl_xor_sync(~0u, square, 2);
+        square += __shfl_xor_sync(~0u, square, 4);
+        const float factor = 1.0f / sqrtf(square / (RANKS * CHANNELS) + norm_eps);
         const u32 rows = shared + ROW_AT + n % RING * ROW_SLOT + first * ROW_PITCH;
         u8* target = x + u64(tiles.token(n) + first) * WIDTH + rank * ROW;
         const int here = tiles.here(n) - first;
 #pragma unroll
         for (int k = 0; k < GROUPS / 2; ++k) {
-            const int item = 32 * k + lane, token = item / (4 * SPAN), piece = item % (4 * SPAN);
-            float f = __shfl_sync(~0u, factor[0], 8 * (token & 3));
-            if (TILES > 1) {
-                const float other = __shfl_sync(~0u, factor[TILES - 1], 8 * (token & 3));
-                f = token < 4 ? f : other;
-            }
+            const int item = 32 * k + lane, token = item / (4 * GROUPS), piece = item % (4 * GROUPS);
+            const float f = __shfl_sync(~0u, factor, 8 * token);
             const uint4 v = load_shared4(rows + token * ROW_PITCH + piece * 16);
             const uint4 w = load_shared4(shared + WEIGHT_AT + piece * 16);
             const auto scaled = [f](u32 a, u32 b) {
@@ -372,17 +349,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         for (int n = 0; n < 4; ++n) barrier_init(bars.message(n), RANKS);
         for (int n = 0; n < 2; ++n) barrier_init(bars.taken(n), 3), barrier_init(bars.summed(n), 1);
-        for (int k = 0; k <= SPAN; ++k) barrier_init(bars.constants(k), 1);
+        for (int k = 0; k <= GROUPS; ++k) barrier_init(bars.constants(k), 1);
         fence_barriers();
         fence_async_shared();
         // Constants of the model: no kernel ahead writes them.
-        for (int group = 0; group < SPAN; ++group) {
+        for (int group = 0; group < GROUPS; ++group) {
             barrier_expect(bars.constants(group), FN_GROUP);
-            copy_bulk(shared + FN_AT + group * FN_GROUP, fn + (rank * SPAN + group) * u64(FN_GROUP), FN_GROUP,
+            copy_bulk(shared + FN_AT + group * FN_GROUP, fn + (rank * GROUPS + group) * u64(FN_GROUP), FN_GROUP,
                       bars.constants(group));
         }
-        barrier_expect(bars.constants(SPAN), ROW);
-        copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(SPAN));
+        barrier_expect(bars.constants(GROUPS), ROW);
+        copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
     }
     if (warp == GROUPS && lane < MODEL) store_float(shared + MODEL_AT + lane * 4, lane < 24 ? base[lane] : scale[lane - 24]);
     __syncwarp();
