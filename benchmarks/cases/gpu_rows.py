@@ -3,7 +3,7 @@
 """The seam of hyper-connections and the record inserts: each way of running them checked against float64, then timed.
 
 `python benchmarks/cases/gpu_rows.py mhc|records [--way NAME] [--tokens N ...] [--check]`. The ways of mhc: `triton` (streams
-in registers, or two passes) `rows` and `few` (one kernel); of records: 0 (Triton) or a number of blocks a multiprocessor.
+in registers, or two passes) and `rows` (one kernel); of records: 0 (Triton) or a number of blocks a multiprocessor.
 Ceilings: bytes over the copy rate of this run.
 """
 
@@ -29,12 +29,10 @@ def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def take_way(way: str) -> None:
-    """Make `mhc_step` run one way, whatever the number of tokens: `triton`, `rows` or `few` (128 tokens at most)."""
+    """Make `mhc_step` run one way, whatever the number of tokens: `triton` or `rows`."""
     name, *defines = way.split(",")
     mhc._DEFINES = tuple(defines)
-    mhc._ROW_TOKENS = range(1 << 30) if name == "rows" else ()
-    mhc._FEW_TOKENS = 128 if name == "few" else -1
-    mhc._teams.cache_clear()
+    mhc._ROW_TOKENS = range(1, 1 << 30) if name == "rows" else ()
 
 
 def mhc_inputs(t: int, d: int) -> tuple[tuple, dict]:

@@ -23,7 +23,7 @@ def baseline(tokens, copy=4256):
     for t in tokens: time_mhc("main", t, copy)
     kernels.mhc_step = old
 
-NAMES = ["full", "done", "normalised", "message", "taken", "summed", "constants", "streams", "squares", "sums"]
+NAMES = ["full", "done", "normalised", "mixed", "taken", "summed", "constants", "streams", "squares", "sums"]
 def timed(call, k): return f"{{ const u32 t0_ = now_(); {call} spent_[threadIdx.x >> 5][{k}] += now_() - t0_; }}"
 def patched(plain):
     text = plain.replace("struct Barriers {", '''__shared__ volatile u32 spent_[16][12];

@@ -1,7 +1,6 @@
 """Hyper-connections: the fused step, and its parts under the names of the portable ops.
 
-On Hopper a whole seam of four bfloat16 streams is one kernel: `cuda/mhc_few.cu` for a few tokens, `cuda/mhc.cu` for more. Of
-what is left, up to `_ONE_PASS_TOKENS` tokens take the one-pass kernel and its closing kernel (`kernels/mhc_stream.py`);
+On Hopper a whole seam of four bfloat16 streams is one kernel (`cuda/mhc.cu`). Of what is left, up to `_ONE_PASS_TOKENS` tokens take the one-pass kernel and its closing kernel (`kernels/mhc_stream.py`);
 everything else, and Triton's interpreter, the general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
 """
 
@@ -201,10 +200,8 @@ def _stream(streams, fn, base, scale, *, iterations, eps, mix_eps, output=None, 
     return MhcStep(new, mix, x)
 
 
-_TEAM, _FEW_TEAM = 16, 32  # blocks that share rows, in `cuda/mhc.cu` and in `cuda/mhc_few.cu`
-_FEW_TOKENS = 128  # the most that `cuda/mhc_few.cu` takes
-_ROW_TOKENS = range(129, 1 << 30)  # where `cuda/mhc.cu` is faster than Triton's kernels (H200)
-_ARGUMENTS = "P" * 15 + "iifff"
+_TEAM = 16  # blocks that share rows in `cuda/mhc.cu`
+_ROW_TOKENS = range(1, 1 << 30)  # where it is faster than Triton's kernels (H200)
 _DEFINES: tuple[str, ...] = ()
 
 
@@ -213,24 +210,15 @@ def _row_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
     row = 64 * groups
     rows = 4 * 8 * (row + (0 if groups % 2 else 64))
-    sums = 2 * groups * 8 * 28 * 4 + (4 * _TEAM * 8 + 2 * _TEAM * 28) * 4 + 32 + (32 * 29 + 28) * 4
-    shared = groups * (12288 + 2 * 2560) + rows + row + 4 * 8 * 96 + sums + 8 * (3 * 4 + 8 + groups + 1)
-    return NativeKernel("mhc.cu", "mhc_step", _ARGUMENTS, threads=32 * (groups + 5), shared=shared,
+    sums = 2 * groups * 8 * 28 * 4 + (32 * 29 + 28) * 4
+    shared = groups * (12288 + 2 * 2560) + rows + row + 4 * 8 * 96 + sums + 8 * (2 * 4 + 2 * 8 + 2 + groups + 1)
+    return NativeKernel("mhc.cu", "mhc_step", "P" * 15 + "iifff", threads=32 * (groups + 5), shared=shared,
                         defines=(f"GROUPS={groups}", f"SHARED={shared}", *defines))  # fmt: skip
-
-
-@functools.lru_cache(maxsize=24)
-def _few_kernel(groups: int, tiles: int) -> NativeKernel:
-    """The kernel for 512 `groups` channels and blocks of 8 `tiles` tokens; shared memory as `cuda/mhc_few.cu` lays it out."""
-    warps = groups // 2 * tiles
-    shared = groups // 2 * 12288 + (warps * 9 + 2) * 28 * 4 + 8
-    return NativeKernel("mhc_few.cu", "mhc_few", _ARGUMENTS, threads=32 * warps, shared=shared,
-                        defines=(f"GROUPS={groups}", f"TILES={tiles}", f"SHARED={shared}"))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
 def _teams(device: torch.device, groups: int) -> int:
-    """How many teams of blocks the device holds at once; 0 where the kernels cannot run.
+    """How many teams of blocks the device holds at once; 0 where the kernel cannot run.
 
     A team's blocks wait for each other and for nobody else, and the device begins blocks in order, so a team that waits has
     all its blocks on the device or next in line.
@@ -238,29 +226,26 @@ def _teams(device: torch.device, groups: int) -> int:
     if device_arch(device) != 90 or native_reason() is not None:
         return 0
     try:
-        if _few_kernel(groups, 4).resident(device) < 4 * _FEW_TEAM:
-            return 0
-        kernel = _row_kernel(groups, _DEFINES)
-        return kernel.clusters(device, _TEAM) if "CLUSTER=1" in _DEFINES else kernel.resident(device) // _TEAM
+        return _row_kernel(groups, _DEFINES).resident(device) // _TEAM
     except NativeError as failure:
         _LOG.warning("hyper-connections of %d channels take the Triton kernels: %s", 512 * groups, failure)
         return 0
 
 
 @functools.lru_cache(maxsize=32)
-def _mail(device: torch.device, stream: int, kernel: str, words: int) -> torch.Tensor:
-    """Where blocks leave each other messages, zeros at first: 32 words that count what a team has done, and `words`.
+def _mail(device: torch.device, stream: int, teams: int) -> torch.Tensor:
+    """Where blocks leave each other messages, zeros at first: 32 words that count tiles, and a team's words.
 
-    One for each stream, whose launches follow each other, and kind of kernel.
+    One for each stream, whose launches follow each other.
     """
-    return torch.zeros(32 + words, dtype=torch.int64, device=device)
+    return torch.zeros(32 + teams * 16 * 8 * _TEAM * 33, dtype=torch.int64, device=device)
 
 
 def _whole(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles: tuple[torch.Tensor, ...]) -> bool:
     """Whether one kernel does the whole step; `halves` it takes in bfloat16, `singles` in float32."""
     t, s, d = streams.shape
     return (
-        (t <= _FEW_TOKENS or t in _ROW_TOKENS)
+        t in _ROW_TOKENS
         and s == 4
         and d % 1024 == 0
         and d <= 5120
@@ -277,20 +262,12 @@ def _whole_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, 
     device, groups = streams.device, d // 512
     new, x = torch.empty_like(streams), streams.new_empty(t, d)
     mix = HyperMix(*(torch.empty(t, *shape, dtype=torch.float32, device=device) for shape in ((s,), (s,), (s, s))))
-    if not t:
-        return MhcStep(new, mix, x)
-    if t <= _FEW_TOKENS:
-        tiles = 1 if t <= 32 else 2 if t <= 64 else 4
-        kernel, grid, words = _few_kernel(groups, tiles), (_FEW_TEAM, -(-t // (8 * tiles)), 1), 4 * 32 * _FEW_TEAM * 33
-    else:
-        teams = _teams(device, groups)
-        kernel, grid = _row_kernel(groups, _DEFINES), (min(teams, -(-t // 8)) * _TEAM, 1, 1)
-        words = teams * 8 * 8 * _TEAM * 33
-    mail = _mail(device, torch.cuda.current_stream(device).cuda_stream, kernel.entry, words)
+    teams = _teams(device, groups)
+    mail = _mail(device, torch.cuda.current_stream(device).cuda_stream, teams)
     tensors = (streams, output, post, comb, pre, _cached(fn, "lanes", lane_projection), base, scale, weight, new, x, *mix, mail)
-    kernel(
-        grid, *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
-        cluster=_TEAM if "CLUSTER=1" in _DEFINES and t > _FEW_TOKENS else 1,
+    _row_kernel(groups, _DEFINES)(
+        (min(teams, -(-t // 8)) * _TEAM, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps,
+        device=device,
     )  # fmt: skip
     return MhcStep(new, mix, x)
 

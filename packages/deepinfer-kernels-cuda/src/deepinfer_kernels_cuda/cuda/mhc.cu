@@ -12,14 +12,11 @@
 #ifndef GROUPS
 #define GROUPS 10
 #endif
-#ifndef CLUSTER
-#define CLUSTER 0
-#endif
-#ifndef STREAM_HINT
-#define STREAM_HINT 0
+#ifndef HINT
+#define HINT 3
 #endif
 
-constexpr int RANKS = 16, TOKENS = 8, SLOTS = 2, RING = 4, MESSAGES = 8;
+constexpr int RANKS = 16, TOKENS = 8, SLOTS = 2, RING = 4, LAG = 8, MESSAGES = 16;
 constexpr int THREADS = 32 * (GROUPS + 5);
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
@@ -36,24 +33,17 @@ constexpr u32 ROW_AT = STREAM_AT + GROUPS * SLOTS * STREAM_SLOT;
 constexpr u32 WEIGHT_AT = ROW_AT + RING * ROW_SLOT;
 constexpr u32 MIX_AT = WEIGHT_AT + ROW;
 constexpr u32 PART_AT = MIX_AT + RING * MIX;                 // [2][GROUPS][8][SUMS]
-constexpr u32 SQUARES_AT = PART_AT + 2 * PART;                     // [4][RANKS][TOKENS]: squares of rows, from every block
-constexpr u32 SUMS_AT = SQUARES_AT + 4 * RANKS * TOKENS * 4;       // [2][RANKS][SUMS]: of the token that is this block's
-constexpr u32 SEND_AT = SUMS_AT + 2 * RANKS * SUMS * 4;
-constexpr u32 KEPT = 29;                                             // words of a token whose coefficients are not made yet
-constexpr u32 KEPT_AT = SEND_AT + 32;                                // [32][KEPT]
+constexpr u32 KEPT = 29;                                     // words of a token whose coefficients are not made yet
+constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
 constexpr u32 MODEL_AT = KEPT_AT + 32 * KEPT * 4;
 constexpr u32 BARRIERS_AT = MODEL_AT + (MODEL + 1) * 4;
-constexpr u32 BYTES = BARRIERS_AT + 8 * (3 * RING + 8 + GROUPS + 1);
+constexpr u32 BYTES = BARRIERS_AT + 8 * (2 * RING + 2 * LAG + 2 + GROUPS + 1);
 #ifdef SHARED
 static_assert(BYTES == SHARED, "shared memory that is asked for");
 #endif
 
 __device__ __forceinline__ void copy_16(u32 target, const void* source) {
-#if STREAM_HINT & 4
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "l"(policy) : "memory");
-#elif STREAM_HINT & 1
+#if HINT & 1
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 #else
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
@@ -65,27 +55,21 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 __device__ __forceinline__ void store_16(void* target, uint4 v) {
-#if STREAM_HINT & 2
+#if HINT & 2
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 #else
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 #endif
 }
-__device__ __forceinline__ void peer_store4(u32 address, float a, float b, float c, float d) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-__device__ __forceinline__ void peer_release(u32 bar) {
-    asm volatile("fence.acq_rel.cluster;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory");
-}
+
 struct Barriers {
     u32 base;
-    __device__ u32 full(int n) const { return base + 8 * (n % RING); }                   // a tile's mixes have come
-    __device__ u32 done(int n) const { return base + 8 * (RING + n % RING); }            // it is updated, its sums are there
-    __device__ u32 normalised(int n) const { return base + 8 * (2 * RING + n % RING); }  // its rows have left, messages were read
-    __device__ u32 message(int n) const { return base + 8 * (3 * RING + n % 4); }        // all blocks' sums have come
-    __device__ u32 taken(int n) const { return base + 8 * (3 * RING + 4 + n % 2); }      // and were read
-    __device__ u32 summed(int n) const { return base + 8 * (3 * RING + 6 + n % 2); }     // the warps' sums were read
-    __device__ u32 constants(int k) const { return base + 8 * (3 * RING + 8 + k); }      // a warp's projection; at GROUPS the weight
+    __device__ u32 full(int n) const { return base + 8 * (n % RING); }                 // a tile's mixes have come
+    __device__ u32 normalised(int n) const { return base + 8 * (RING + n % RING); }    // its rows have left
+    __device__ u32 done(int n) const { return base + 8 * (2 * RING + n % LAG); }       // it is updated, its sums are there
+    __device__ u32 mixed(int n) const { return base + 8 * (2 * RING + LAG + n % LAG); }  // its sums have come and were read
+    __device__ u32 summed(int n) const { return base + 8 * (2 * RING + 2 * LAG + n % 2); }  // the warps' sums were read
+    __device__ u32 constants(int k) const { return base + 8 * (2 * RING + 2 * LAG + 2 + k); }  // a warp's projection; at GROUPS the weight
 };
 
 struct Tiles {
@@ -94,7 +78,7 @@ struct Tiles {
     __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
 };
 
-__device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, int group, int lane, u32 rank, const u8* streams,
+__device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars, Tiles tiles, int group, int lane, u32 rank, const u8* streams,
                                         const u8* output, u8* new_streams) {
     const int of = lane >> 2, quad = lane & 3;
     const u32 own = shared + STREAM_AT + group * SLOTS * STREAM_SLOT + lane * 16;
@@ -128,7 +112,7 @@ __device__ __forceinline__ void compute(u32 shared, Barriers bars, Tiles tiles, 
         load_into(weights[0], mix + TOKENS * 64 + of * 16);
 #pragma unroll
         for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + of * 64 + i * 16);
-        update_tile(shared + FN_AT + group * FN_GROUP + lane * 16, weights, pre, packed, acc, square, row_square);
+        update_tile(fn + lane * 16, weights, pre, packed, acc, square, row_square);
         store_shared4(shared + ROW_AT + n % RING * ROW_SLOT + of * ROW_PITCH + group * 64 + quad * 16, packed[0].x, packed[0].y,
                       packed[0].z, packed[0].w);
         u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column;
@@ -146,7 +130,8 @@ __device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tile
                                            const u8* pre) {
 #pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
-        if (n >= RING) barrier_wait(bars.done(n), (n / RING - 1) & 1);
+        if (n >= RING) barrier_wait(bars.done(n - RING), (n - RING) / LAG & 1);
+        if (n >= LAG) barrier_wait(bars.mixed(n), (n / LAG - 1) & 1);
         const u32 bar = bars.full(n), here = tiles.here(n), mix = shared + MIX_AT + n % RING * MIX;
         const u64 token = tiles.token(n);
         if (lane == 0) {
@@ -160,8 +145,9 @@ __device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tile
 }
 
 // Where blocks that share rows leave messages, in global memory: [MESSAGES][RANKS][TOKENS] squares of rows, then
-// [MESSAGES][TOKENS][RANKS][32] sums. A slot is written again MESSAGES = 2 RING tiles later: its writer has then read what
-// all sent RING tiles before, and they had read this slot before they computed that tile.
+// [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + 1 tiles before;
+// who sent those had read the squares of 2 RING + 2 tiles before and the sums of RING + 1 + LAG tiles before.
+static_assert(MESSAGES >= 2 * RING + 2 && MESSAGES >= RING + 1 + LAG, "messages are read before they are written over");
 struct Mail {
     u64* at;
     u32 epoch;  // of the launch: its tiles' tags follow
@@ -177,7 +163,7 @@ constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 block
 __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, int tiles, int lane, u32 rank) {
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
-        barrier_wait(bars.done(n), n / RING & 1);
+        barrier_wait(bars.done(n), n / LAG & 1);
         float4 sums[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -192,25 +178,6 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.summed(n));
-#if CLUSTER
-        // The message before last was read by every block when it was read here: theirs of that tile came after it.
-        if (n >= 2) barrier_wait(bars.taken(n), (n / 2 - 1) & 1);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int item = lane + 32 * i, token = item / 7, piece = item % 7;
-            if (item < TOKENS * 7) {
-                const u32 to = shared + SUMS_AT + ((n / 2 & 1) * RANKS + rank) * SUMS * 4 + piece * 16;
-                peer_store4(peer_address(to, 8 * (n & 1) + token), sums[i].x, sums[i].y, sums[i].z, sums[i].w);
-                if (piece == 6) store_float(shared + SEND_AT + token * 4, sums[i].y);
-            }
-        }
-        __syncwarp();
-        const float4 squares = load_floats(shared + SEND_AT + (lane & 1) * 16);
-        const u32 to = shared + SQUARES_AT + ((n & 3) * RANKS + rank) * TOKENS * 4 + (lane & 1) * 16;
-        peer_store4(peer_address(to, lane >> 1), squares.x, squares.y, squares.z, squares.w);
-        __syncwarp();
-        if (lane < RANKS) peer_release(peer_address(bars.message(n), lane));
-#else
         const u32 tag = mail.tag(n);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -226,7 +193,6 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
                 post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
             }
         }
-#endif
     }
 }
 
@@ -238,20 +204,10 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
     for (int n = 0; n < tiles.count; ++n) {
         const int mine = int(rank) - TOKENS * (n & 1);
         const bool own = mine >= 0 && mine < tiles.here(n);
-        float sum = 0;
-#if CLUSTER
-        barrier_wait_cluster(bars.message(n), n >> 2 & 1);
-        if (own && lane < SUMS) {
-            const u32 from = shared + SUMS_AT + (n / 2 & 1) * RANKS * SUMS * 4 + lane * 4;
-#pragma unroll
-            for (int source = 0; source < RANKS; ++source) sum += load_float(from + source * SUMS * 4);
-        }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(bars.taken(n));
-#else
-        barrier_wait(bars.done(n), n / RING & 1);
+        barrier_wait(bars.done(n), n / LAG & 1);
         if (own) {
             const u64* from = mail.sums(n, 0, mine) + min(lane, int(SUMS) - 1);
+            float sum;
             while (true) {
                 bool missing = false;
                 sum = 0;
@@ -264,15 +220,12 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
                 if (!__any_sync(~0u, missing)) break;
                 __nanosleep(200);
             }
-        }
-#endif
-        if (own) {
             if (kept == 0) first = tiles.token(n) + mine;
             if (lane < SUMS) store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, sum);
             ++kept;
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.normalised(n));
+        if (lane == 0) barrier_arrive(bars.mixed(n));
         if (kept < 32 && (n + 1 < tiles.count || kept == 0)) continue;
         finish_token(shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, iterations, eps,
                      mix_eps, lane < kept, first + lane * i64(2 * TOKENS * tiles.step), pre, post, comb);
@@ -285,51 +238,51 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
 __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int first, u8* x,
                                           float norm_eps) {
     barrier_wait(bars.constants(GROUPS), 0);
+    uint4 weights[GROUPS / 2];
+#pragma unroll
+    for (int k = 0; k < GROUPS / 2; ++k) weights[k] = load_shared4(shared + WEIGHT_AT + (32 * k + lane) % (4 * GROUPS) * 16);
 #pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
-#if CLUSTER
-        barrier_wait_cluster(bars.message(n), n >> 2 & 1);
-        const u32 from = shared + SQUARES_AT + ((n & 3) * RANKS + (lane & 7)) * TOKENS * 4 + (first + (lane >> 3)) * 4;
-        float square = load_float(from) + load_float(from + 8 * TOKENS * 4);
+        barrier_wait(bars.done(n), n / LAG & 1);
+        const u32 rows = shared + ROW_AT + n % RING * ROW_SLOT + first * ROW_PITCH;
+        uint4 values[GROUPS / 2];
+#pragma unroll
+        for (int k = 0; k < GROUPS / 2; ++k) {
+            const int item = 32 * k + lane;
+            values[k] = load_shared4(rows + item / (4 * GROUPS) * ROW_PITCH + item % (4 * GROUPS) * 16);
+        }
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.taken(n));
-#else
-        barrier_wait(bars.done(n), n / RING & 1);
+        if (lane == 0) barrier_arrive(bars.normalised(n));
         const u64* from = mail.squares(n, lane & 7, first + (lane >> 3));
         float square;
         while (true) {
             const u64 low = read_word(from), high = read_word(from + 8 * TOKENS);
             square = value_of(low) + value_of(high);
             if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n))) break;
-            __nanosleep(100);
+            __nanosleep(32);
         }
-#endif
         square += __shfl_xor_sync(~0u, square, 1);
         square += __shfl_xor_sync(~0u, square, 2);
         square += __shfl_xor_sync(~0u, square, 4);
-        const float factor = 1.0f / sqrtf(square / (RANKS * CHANNELS) + norm_eps);
-        const u32 rows = shared + ROW_AT + n % RING * ROW_SLOT + first * ROW_PITCH;
+        const float factor = rsqrtf(square / (RANKS * CHANNELS) + norm_eps);
         u8* target = x + u64(tiles.token(n) + first) * WIDTH + rank * ROW;
         const int here = tiles.here(n) - first;
 #pragma unroll
         for (int k = 0; k < GROUPS / 2; ++k) {
             const int item = 32 * k + lane, token = item / (4 * GROUPS), piece = item % (4 * GROUPS);
             const float f = __shfl_sync(~0u, factor, 8 * token);
-            const uint4 v = load_shared4(rows + token * ROW_PITCH + piece * 16);
-            const uint4 w = load_shared4(shared + WEIGHT_AT + piece * 16);
+            const uint4 v = values[k], w = weights[k];
             const auto scaled = [f](u32 a, u32 b) {
                 return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
             };
             const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
             if (token < here) store_16(target + token * WIDTH + piece * 16, out);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(bars.normalised(n));
     }
 }
 
 // streams [t, 4, d], output [t, d], weight [d], new_streams, x: bfloat16. post, pre [t, 4], comb [t, 4, 4]: float32.
-// fn: bfloat16 [RANKS][GROUPS][2 halves][4 streams][3][32 lanes][8], see `mhc.cluster_projection`.
+// fn: bfloat16 [RANKS][GROUPS][2 halves][4 streams][3][32 lanes][8], see `mhc.lane_projection`.
 // mail: words of all blocks that share rows, and before them 256 bytes of their epochs; zeros before the first launch.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mhc_step(const u8* streams, const u8* output, const u8* post, const u8* comb, const u8* pre, const u8* fn, const float* base,
@@ -344,11 +297,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int n = 0; n < RING; ++n) {
             barrier_init(bars.full(n), 1);
-            barrier_init(bars.done(n), GROUPS);
-            barrier_init(bars.normalised(n), 3);
+            barrier_init(bars.normalised(n), 2);
         }
-        for (int n = 0; n < 4; ++n) barrier_init(bars.message(n), RANKS);
-        for (int n = 0; n < 2; ++n) barrier_init(bars.taken(n), 3), barrier_init(bars.summed(n), 1);
+        for (int n = 0; n < LAG; ++n) barrier_init(bars.done(n), GROUPS), barrier_init(bars.mixed(n), 1);
+        for (int n = 0; n < 2; ++n) barrier_init(bars.summed(n), 1);
         for (int k = 0; k <= GROUPS; ++k) barrier_init(bars.constants(k), 1);
         fence_barriers();
         fence_async_shared();
@@ -363,24 +315,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (warp == GROUPS && lane < MODEL) store_float(shared + MODEL_AT + lane * 4, lane < 24 ? base[lane] : scale[lane - 24]);
     __syncwarp();
-#if CLUSTER
-    cluster_sync();
-#else
     __syncthreads();
-#endif
     wait_for_kernels();
     u32* epoch = reinterpret_cast<u32*>(mail_at) + cluster;
     Mail mail{mail_at + 32 + cluster * MAIL, 0};
-#if !CLUSTER
     if (warp >= GROUPS) {
         mail.epoch = *const_cast<volatile u32*>(epoch);
         named_sync(1, THREADS - 32 * GROUPS);  // a block that has sent has read it
     }
-#endif
     // Multiprocessors have four schedulers, warps go to them in turn: the busy ones of these to those with fewer that compute.
     const int role = warp - GROUPS;
     if (role < 0)
-        compute(shared, bars, tiles, warp, lane, rank, streams, output, new_streams);
+        compute(shared, memory + FN_AT + warp * FN_GROUP, bars, tiles, warp, lane, rank, streams, output, new_streams);
     else if (role == 0)
         finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, new_pre, new_post, new_comb);
     else if (role == 1 || role == 4)
@@ -389,11 +335,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         load_mixes(shared, bars, tiles, lane, post, comb, pre);
     else
         send_sums(shared, bars, mail, tiles.count, lane, rank);
-#if CLUSTER
-    __syncwarp();
-    cluster_sync();
-#else
     // All blocks have sent, so all have read this.
     if (role == 1 && lane == 0 && rank == 0) *epoch = mail.epoch + tiles.count;
-#endif
 }

@@ -47,8 +47,7 @@ __device__ __forceinline__ float exponential(float x) { return exp2_fast(x * 1.4
 
 // d += a * b: 16 rows of the projection, 16 channels, 8 tokens.
 __device__ __forceinline__ void multiply(float (&d)[4], uint4 a, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
@@ -58,7 +57,7 @@ constexpr u32 SUMS = 28;               // of a token: 16 comb, 4 pre, 4 post, sq
 
 // One tile of one warp: 32 channels of 8 tokens, of each thread 8 channels of token lane / 4. In: the output and the streams;
 // out: the collapsed row and the new streams. weights: of the output and of each stream in each new stream. fn: this lane's.
-__device__ __forceinline__ void update_tile(u32 fn, const float (&weights)[5][4], const float (&pre)[4], uint4 (&packed)[5],
+__device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)[5][4], const float (&pre)[4], uint4 (&packed)[5],
                                             float (&acc)[3][4], float& square, float& row_square) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -83,7 +82,7 @@ __device__ __forceinline__ void update_tile(u32 fn, const float (&weights)[5][4]
             else
                 packed[1 + o].x = a, packed[1 + o].y = b;
 #pragma unroll
-            for (int m = 0; m < 3; ++m) multiply(acc[m], load_shared4(fn + ((half * 4 + o) * 3 + m) * 512), a, b);
+            for (int m = 0; m < 3; ++m) multiply(acc[m], *reinterpret_cast<const uint4*>(fn + ((half * 4 + o) * 3 + m) * 512), a, b);
             v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
 #pragma unroll
             for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k], square += v[k] * v[k];
