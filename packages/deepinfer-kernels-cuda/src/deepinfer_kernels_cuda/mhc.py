@@ -1,7 +1,8 @@
 """Hyper-connections: the fused step, and its parts under the names of the portable ops.
 
-On Hopper a whole seam of four bfloat16 streams is one kernel (`cuda/mhc.cu`). Of what is left, up to `_ONE_PASS_TOKENS` tokens take the one-pass kernel and its closing kernel (`kernels/mhc_stream.py`);
-everything else, and Triton's interpreter, the general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
+On Hopper a whole seam of four bfloat16 streams is one kernel (`cuda/mhc.cu`). Of what is left, up to `_ONE_PASS_TOKENS` tokens
+take the one-pass kernel and its closing kernel (`kernels/mhc_stream.py`); everything else, and Triton's interpreter, the
+general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
 """
 
 from __future__ import annotations
@@ -202,18 +203,17 @@ def _stream(streams, fn, base, scale, *, iterations, eps, mix_eps, output=None, 
 
 _TEAM = 16  # blocks that share rows in `cuda/mhc.cu`
 _ROW_TOKENS = range(1, 1 << 30)  # where it is faster than Triton's kernels (H200)
-_DEFINES: tuple[str, ...] = ()
 
 
 @functools.lru_cache(maxsize=8)
-def _row_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
+def _row_kernel(groups: int) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
     row = 64 * groups
     rows = 4 * 8 * (row + (0 if groups % 2 else 64))
     sums = 2 * groups * 8 * 28 * 4 + (32 * 29 + 28) * 4
     shared = groups * (12288 + 2 * 2560) + rows + row + 4 * 8 * 96 + sums + 8 * (2 * 4 + 2 * 8 + 2 + groups + 1)
     return NativeKernel("mhc.cu", "mhc_step", "P" * 15 + "iifff", threads=32 * (groups + 5), shared=shared,
-                        defines=(f"GROUPS={groups}", f"SHARED={shared}", *defines))  # fmt: skip
+                        defines=(f"GROUPS={groups}", f"SHARED={shared}"))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
@@ -226,14 +226,14 @@ def _teams(device: torch.device, groups: int) -> int:
     if device_arch(device) != 90 or native_reason() is not None:
         return 0
     try:
-        return _row_kernel(groups, _DEFINES).resident(device) // _TEAM
+        return _row_kernel(groups).resident(device) // _TEAM
     except NativeError as failure:
         _LOG.warning("hyper-connections of %d channels take the Triton kernels: %s", 512 * groups, failure)
         return 0
 
 
 @functools.lru_cache(maxsize=32)
-def _mail(device: torch.device, stream: int, teams: int) -> torch.Tensor:
+def _mail(device: torch.device, stream: int, teams: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
     """Where blocks leave each other messages, zeros at first: 32 words that count tiles, and a team's words.
 
     One for each stream, whose launches follow each other.
@@ -264,10 +264,11 @@ def _whole_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, 
     mix = HyperMix(*(torch.empty(t, *shape, dtype=torch.float32, device=device) for shape in ((s,), (s,), (s, s))))
     teams = _teams(device, groups)
     mail = _mail(device, torch.cuda.current_stream(device).cuda_stream, teams)
-    tensors = (streams, output, post, comb, pre, _cached(fn, "lanes", lane_projection), base, scale, weight, new, x, *mix, mail)
-    _row_kernel(groups, _DEFINES)(
-        (min(teams, -(-t // 8)) * _TEAM, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps,
-        device=device,
+    packed = _cached(fn, "lanes", lane_projection)
+    tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, mail)
+    _row_kernel(groups)(
+        (min(teams, -(-t // 8)) * _TEAM, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps,
+        norm_eps, device=device,
     )  # fmt: skip
     return MhcStep(new, mix, x)
 
