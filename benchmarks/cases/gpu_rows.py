@@ -3,7 +3,7 @@
 """The seam of hyper-connections and the record inserts: each way of running them checked against float64, then timed.
 
 `python benchmarks/cases/gpu_rows.py mhc|records [--way NAME] [--tokens N ...] [--check]`. The ways of mhc: `triton` (streams
-in registers, or two passes) and `cluster` (one kernel); of records: 0 (Triton) or a number of blocks a multiprocessor.
+in registers, or two passes) and `rows` (one kernel); of records: 0 (Triton) or a number of blocks a multiprocessor.
 Ceilings: bytes over the copy rate of this run.
 """
 
@@ -29,8 +29,8 @@ def rand(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def take_way(way: str) -> None:
-    """Make `mhc_step` run one way, whatever the number of tokens."""
-    mhc._CLUSTER_TOKENS = range(1 << 30) if way == "cluster" else ()
+    """Make `mhc_step` run one way, whatever the number of tokens: `triton` or `rows`."""
+    mhc._ROW_TOKENS = range(1, 1 << 30) if way == "rows" else ()
 
 
 def mhc_inputs(t: int, d: int) -> tuple[tuple, dict]:
@@ -213,7 +213,7 @@ def time_records(way: int, t: int, copy: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("op", choices=("mhc", "records"))
-    parser.add_argument("--way", default="cluster")
+    parser.add_argument("--way", default="rows")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 4096])
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
@@ -221,7 +221,7 @@ def main() -> None:
     if options.op == "mhc":
         take_way(options.way)
         if options.way != "triton":
-            print(f"  clusters at once: {mhc._clusters(torch.device('cuda'), D // 512)}", flush=True)
+            print(f"  teams at once: {mhc._teams(torch.device('cuda'), D // 512)}", flush=True)
         if options.check:
             for t in options.tokens:
                 check_mhc(options.way, t, D)

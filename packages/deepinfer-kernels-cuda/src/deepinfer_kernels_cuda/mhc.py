@@ -1,8 +1,8 @@
 """Hyper-connections: the fused step, and its parts under the names of the portable ops.
 
-On Hopper a whole seam of four bfloat16 streams and a few hundred to some thousand tokens is one kernel (`cuda/mhc.cu`). Of
-what is left, up to `_ONE_PASS_TOKENS` tokens take the one-pass kernel and its closing kernel (`kernels/mhc_stream.py`);
-everything else, and Triton's interpreter, the general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
+On Hopper a whole seam of four bfloat16 streams is one kernel (`cuda/mhc.cu`). Of what is left, up to `_ONE_PASS_TOKENS` tokens
+take the one-pass kernel and its closing kernel (`kernels/mhc_stream.py`); everything else, and Triton's interpreter, the
+general kernels (`kernels/mhc.py`), which are faster for many tokens (H200).
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ def chunk_projection(fn: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(0, (3, 2, 8)).permute(3, 0, 1, 4, 2, 5).contiguous()
 
 
-def cluster_projection(fn: torch.Tensor) -> torch.Tensor:
-    """The same two matrices as `cuda/mhc.cu` reads them: [16, d / 512, 2, 4, 3, 32, 8], for d channels of four streams.
+def lane_projection(fn: torch.Tensor) -> torch.Tensor:
+    """The same two matrices as the whole step in one kernel reads them: [d / 32, 2, 4, 3, 32, 8], for d channels of four streams.
 
-    A block of 16 has d / 512 groups of 32 channels; of each half of a group and each stream there are 16 rows of comb's
-    high parts, of its low parts, and 8 of both of pre and post, each as the fragments of 32 lanes.
+    Of each half of 32 channels and each stream there are 16 rows of comb's high parts, of its low parts, and 8 of both of pre
+    and post, each as the fragments of 32 lanes.
     """
     high = fn.to(torch.bfloat16)
     low = (fn - high.float()).to(torch.bfloat16)
     rows = torch.stack((high[8:], low[8:], torch.cat((high[:8], low[:8]))))
-    # Rows: tile, half, row; columns: stream, block, group, quarter of a group (a lane's 16 bytes), half of it, pair, element.
-    rows = rows.unflatten(1, (2, 8)).unflatten(3, (4, 16, -1, 4, 2, 2, 2))
-    made = rows.permute(4, 5, 7, 3, 0, 2, 6, 8, 1, 9).contiguous().flatten(5, 6).flatten(6)
+    # Rows: tile, half, row; columns: stream, group, quarter of a group (a lane's 16 bytes), half of it, pair, element.
+    rows = rows.unflatten(1, (2, 8)).unflatten(3, (4, -1, 4, 2, 2, 2))
+    made = rows.permute(4, 6, 3, 0, 2, 5, 7, 1, 8).contiguous().flatten(4, 5).flatten(5)
     # The kernel reads this before it waits for the kernels ahead. One that does not overlap lies between, this once.
     torch.zeros(1, device=fn.device)
     return made
@@ -201,62 +201,75 @@ def _stream(streams, fn, base, scale, *, iterations, eps, mix_eps, output=None, 
     return MhcStep(new, mix, x)
 
 
-_RANKS = 16
-_CLUSTER_TOKENS = range(512, 4097)  # where one kernel is faster than two or three (H200)
+_TEAM = 16  # blocks that share rows in `cuda/mhc.cu`
+_ROW_TOKENS = range(1, 1 << 30)  # where it is faster than Triton's kernels (H200)
 
 
 @functools.lru_cache(maxsize=8)
-def _cluster_kernel(groups: int, defines: tuple[str, ...] = ()) -> NativeKernel:
+def _row_kernel(groups: int) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
     row = 64 * groups
     rows = 4 * 8 * (row + (0 if groups % 2 else 64))
-    sums = groups * 8 * 28 * 4 + 4 * _RANKS * 8 * 4 + 2 * _RANKS * 28 * 4 + 32
-    shared = groups * 12288 + 3 * 8 * (4 * row + 64) + rows + row + 3 * 8 * 96 + sums + 8 * (3 * 3 + 4 + 8)
-    return NativeKernel("mhc.cu", "mhc_step", "PPPPPPPPPPPPPPiifff", threads=32 * (groups + 8), shared=shared,
-                        defines=(f"GROUPS={groups}", *defines))  # fmt: skip
+    sums = 2 * groups * 8 * 28 * 4 + (32 * 29 + 28) * 4
+    shared = groups * (12288 + 2 * 2560) + rows + row + 4 * 8 * 96 + sums + 8 * (2 * 4 + 2 * 8 + 2 + groups + 1)
+    return NativeKernel("mhc.cu", "mhc_step", "P" * 15 + "iifff", threads=32 * (groups + 5), shared=shared,
+                        defines=(f"GROUPS={groups}", f"SHARED={shared}"))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
-def _clusters(device: torch.device, groups: int) -> int:
-    """How many clusters the device holds at once; 0 where the kernel cannot run."""
+def _teams(device: torch.device, groups: int) -> int:
+    """How many teams of blocks the device holds at once; 0 where the kernel cannot run.
+
+    A team's blocks wait for each other and for nobody else, and the device begins blocks in order, so a team that waits has
+    all its blocks on the device or next in line.
+    """
     if device_arch(device) != 90 or native_reason() is not None:
         return 0
     try:
-        return _cluster_kernel(groups).clusters(device, _RANKS)
+        return _row_kernel(groups).resident(device) // _TEAM
     except NativeError as failure:
         _LOG.warning("hyper-connections of %d channels take the Triton kernels: %s", 512 * groups, failure)
         return 0
 
 
-def _clustered(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles: tuple[torch.Tensor, ...]) -> bool:
+@functools.lru_cache(maxsize=32)
+def _mail(device: torch.device, stream: int, teams: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
+    """Where blocks leave each other messages, zeros at first: 32 words that count tiles, and a team's words.
+
+    One for each stream, whose launches follow each other.
+    """
+    return torch.zeros(32 + teams * 16 * 8 * _TEAM * 33, dtype=torch.int64, device=device)
+
+
+def _whole(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles: tuple[torch.Tensor, ...]) -> bool:
     """Whether one kernel does the whole step; `halves` it takes in bfloat16, `singles` in float32."""
-    d = streams.shape[2]
+    t, s, d = streams.shape
     return (
-        streams.shape[0] in _CLUSTER_TOKENS
-        and streams.shape[1] == 4
+        t in _ROW_TOKENS
+        and s == 4
         and d % 1024 == 0
         and d <= 5120
         and all(x.dtype == torch.bfloat16 for x in (streams, *halves))
         and all(x.dtype == torch.float32 for x in singles)
         and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (streams, *halves, *singles))
-        and _clusters(streams.device, d // 512) > 0
+        and _teams(streams.device, d // 512) > 0
     )
 
 
-def _cluster_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, eps, output, post, comb) -> MhcStep:
+def _whole_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, eps, output, post, comb) -> MhcStep:
     """The whole step in one kernel."""
     t, s, d = streams.shape
-    device = streams.device
+    device, groups = streams.device, d // 512
     new, x = torch.empty_like(streams), streams.new_empty(t, d)
     mix = HyperMix(*(torch.empty(t, *shape, dtype=torch.float32, device=device) for shape in ((s,), (s,), (s, s))))
-    if t:
-        packed = _cached(fn, "cluster", cluster_projection)
-        clusters = min(_clusters(device, d // 512), -(-t // 8))
-        tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix)
-        _cluster_kernel(d // 512)(
-            (clusters * _RANKS, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps,
-            device=device, cluster=_RANKS,
-        )  # fmt: skip
+    teams = _teams(device, groups)
+    mail = _mail(device, torch.cuda.current_stream(device).cuda_stream, teams)
+    packed = _cached(fn, "lanes", lane_projection)
+    tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, mail)
+    _row_kernel(groups)(
+        (min(teams, -(-t // 8)) * _TEAM, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps,
+        norm_eps, device=device,
+    )  # fmt: skip
     return MhcStep(new, mix, x)
 
 
@@ -304,8 +317,8 @@ def mhc_step(
     """
     _check(streams, fn=fn, pre=pre, output=output, post=post, comb=comb)
     require((output is None) == (post is None) == (comb is None), "output, post and comb come together")
-    if output is not None and _clustered(streams, (output, norm_weight), (pre, post, comb, base, scale)):
-        return _cluster_step(streams, fn, base, scale, pre=pre, weight=norm_weight, norm_eps=norm_eps, iterations=iterations,
+    if output is not None and _whole(streams, (output, norm_weight), (pre, post, comb, base, scale)):
+        return _whole_step(streams, fn, base, scale, pre=pre, weight=norm_weight, norm_eps=norm_eps, iterations=iterations,
                              eps=eps, output=output, post=post, comb=comb)  # fmt: skip
     if _one_pass(streams):
         return _stream(streams, fn, base, scale, iterations=iterations, eps=eps, mix_eps=norm_eps, output=output, post=post,

@@ -141,7 +141,6 @@ class NativeKernel:
         self.source, self.entry, self.threads, self.shared, self.defines = source, entry, threads, shared, defines
         self._layout = struct.Struct("@" + arguments)
         self._functions: dict[int, ctypes.c_void_p] = {}
-        self._clusters: dict[tuple[int, int], int] = {}
 
     def _load(self, device: int) -> ctypes.c_void_p:
         if device not in self._functions:
@@ -185,22 +184,20 @@ class NativeKernel:
             ctypes.cast(attributes, ctypes.POINTER(_Attribute)), len(wanted),
         )  # fmt: skip
 
-    def clusters(self, device: torch.device, size: int) -> int:
-        """How many clusters of `size` blocks run at once on a device: multiprocessors of one cluster lie together.
+    def resident(self, device: torch.device) -> int:
+        """How many blocks a device holds at once.
 
         Raises:
             NativeError: The driver's words.
         """
         index = device.index if device.index is not None else torch.cuda.current_device()
-        if (index, size) not in self._clusters:
-            count = ctypes.c_int()
-            with torch.cuda.device(index):
-                function = self._load(index)
-                config = self._config((size, 1, 1), size, None, False)
-                result = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config))
-            _check_driver(result, f"{self.entry}: clusters of {size}")
-            self._clusters[index, size] = count.value
-        return self._clusters[index, size]
+        count = ctypes.c_int()
+        with torch.cuda.device(index):
+            result = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(count), self._load(index), self.threads, ctypes.c_size_t(self.shared)
+            )
+        _check_driver(result, f"{self.entry}: blocks at once")
+        return count.value * torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @functools.lru_cache(maxsize=16)
