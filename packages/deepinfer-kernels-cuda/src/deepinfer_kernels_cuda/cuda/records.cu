@@ -13,8 +13,14 @@
 #ifndef TURN
 #define TURN 1
 #endif
-#ifndef OPAQUE
-#define OPAQUE 1
+#ifndef GATHER_ROWS
+#define GATHER_ROWS 4
+#endif
+#ifndef GATHER_BLOCKS
+#define GATHER_BLOCKS 4
+#endif
+#ifndef SKELETON
+#define SKELETON 0
 #endif
 #ifndef PREFETCH
 #define PREFETCH 0
@@ -337,6 +343,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 15, half = threadIdx.x >> 4 & 1, step = gridDim.x * 2 * WARPS;
     const u32 pairs = shared_address(turned[2 * warp + half]);
     wait_for_kernels();
+    const Source source{x + lane * 32, slots, cos + 2 * lane, sin + 2 * lane, stride, table_stride, wide, rows};
+    // A block's 16 rows are next to each other, and all of its warps come this way as often.
+    const int own_row = 2 * warp + half;
+    Row even;
+    source.fetch(even, blockIdx.x * 2 * WARPS + own_row);
     Weight own;
 #if WEIGHTS_SHARED
     __shared__ __align__(16) float weights[8][16][4];
@@ -356,11 +367,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             asm volatile("" : "+f"(own.w[2 * k]), "+f"(own.w[2 * k + 1]));  // else they are unpacked for each row
         }
 #endif
-    Source source{x + lane * 32, slots, cos + 2 * lane, sin + 2 * lane, stride, table_stride, wide, rows};
-    if (OPAQUE) {
-        asm volatile("" : "+l"(source.x));
-        if (TURN) asm volatile("" : "+l"(source.cos), "+l"(source.sin));
-    }
     const auto insert = [&](const Row& r) {
         if (!__any_sync(~0u, r.here >= 0)) return;
         u32 v[16];
@@ -370,6 +376,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             v[k] = r.v[k];
             if (NORM) wide[2 * k] = bf16_low(v[k]), wide[2 * k + 1] = bf16_high(v[k]);
         }
+        if (SKELETON) {
+            const Place place = find(pool, r.slot);
+            if (r.here >= 0) {
+                store(reinterpret_cast<uint4*>(place.record + lane * 16), make_uint4(v[0], v[1], v[2], v[3]));
+                if (FORMAT != 1)
+                    store(reinterpret_cast<uint4*>(place.record + 256 + lane * 16), make_uint4(v[8] ^ v[4], v[9] ^ v[5], v[10] ^ v[6], v[11] ^ v[7]));
+                place.scales[lane] = u8(v[12] ^ v[13] ^ v[14] ^ v[15] ^ __float_as_uint(r.cos.x + r.cos.y + r.sin.x + r.sin.y));
+            }
+            return;
+        }
         if (NORM) normalise(v, wide, own, eps);
         if (TURN) rotate(v, pairs, r.cos, r.sin, lane);
         const Place place = find(pool, r.slot);
@@ -378,11 +394,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         else
             write_fp8(v, place, r.here >= 0, lane);
     };
-    // A block's 16 rows are next to each other, and all of its warps come this way as often.
-    const int own_row = 2 * warp + half;
 #if PREFETCH
-    Row even, odd;
-    source.fetch(even, blockIdx.x * 2 * WARPS + own_row);
+    Row odd;
 #pragma unroll 1
     for (int row = blockIdx.x * 2 * WARPS; row < rows; row += 2 * step) {
         source.fetch(odd, row + step + own_row);
@@ -391,11 +404,93 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         insert(odd);
     }
 #else
-    Row r;
 #pragma unroll 1
     for (int row = blockIdx.x * 2 * WARPS; row < rows; row += step) {
-        source.fetch(r, row + own_row);
-        insert(r);
+        insert(even);
+        source.fetch(even, row + step + own_row);
     }
 #endif
+}
+
+// One row of a lane on its way: channels 8 L + 128 k .. + 7 for four k.
+struct Record {
+    uint2 codes[4];
+    uint4 tail;  // of V4's record: the last channels
+    u32 scales[4];
+};
+
+__device__ __forceinline__ u32 word(const void* from) { return *static_cast<const u32*>(from); }
+
+__device__ __forceinline__ void read_record(Record& r, const Pool& pool, u32 slot, int lane) {
+    const Place from = find(pool, slot);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        if (FORMAT == 1)
+            r.codes[k].x = word(from.record + k * 64 + lane * 4);
+        else if (FORMAT == 0 || k < 3 || lane < 8)
+            r.codes[k] = *reinterpret_cast<const uint2*>(from.record + k * 128 + lane * 8);
+    }
+    if (FORMAT == 3 && lane >= 8) r.tail = *reinterpret_cast<const uint4*>(from.record + 448 + (lane - 8) * 16);
+#pragma unroll
+    for (int k = 0; k < (FORMAT == 3 ? 2 : 4); ++k) r.scales[k] = word(from.scales + (FORMAT == 1 ? 8 * k + (lane >> 3) * 4 : 4 * k));
+}
+
+__device__ __forceinline__ float e8m0_value(u32 code) {
+    return __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : code << 23);
+}
+
+// Eight channels as bfloat16.
+__device__ __forceinline__ uint4 decode(const Record& r, int k, int lane) {
+    float value[8];
+    float scale;
+    if (FORMAT == 1) {
+        // A code's bits at float16's lowest exponents are its value times 2^-14.
+        scale = e4m3_value(r.scales[k] >> (lane >> 1 & 3) * 8 & 0xff) * 16384.0f;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const u32 nibbles = r.codes[k].x >> 4 * j;
+            const float2 two = unpack_f16((nibbles << 9 & 0x0e000e00u) | (nibbles << 12 & 0x80008000u));
+            value[j] = two.x, value[j + 4] = two.y;
+        }
+    } else {
+        if (FORMAT == 3 && k == 3 && lane >= 8) return r.tail;
+        const u32 scales = FORMAT == 3 ? r.scales[k / 2] >> (k % 2 * 2 + (lane >> 3)) * 8 : r.scales[k] >> (lane >> 2) * 8;
+        scale = e8m0_value(scales & 0xff);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float2 two = unpack_f16(e4m3_halves((j < 2 ? r.codes[k].x : r.codes[k].y) >> j % 2 * 16 & 0xffff));
+            value[2 * j] = two.x, value[2 * j + 1] = two.y;
+        }
+    }
+    return make_uint4(pack_bf16(value[0] * scale, value[1] * scale), pack_bf16(value[2] * scale, value[3] * scale),
+                      pack_bf16(value[4] * scale, value[5] * scale), pack_bf16(value[6] * scale, value[7] * scale));
+}
+
+// Records at `slots`, absent ones as zeros, to out [rows, 512] bfloat16; pool_slots: how many the pool has, one or more.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, GATHER_BLOCKS)
+    gather_records(const u8* pool_start, u32 stride_page, u32 stride_row, int page_shift, int page_size, u32 pool_slots,
+                   const int* slots, int wide, u8* out, int rows) {
+    const Pool pool{const_cast<u8*>(pool_start), stride_page, stride_row, page_shift, page_size};
+    const int lane = threadIdx.x & 15, first = (blockIdx.x * 2 * WARPS + (threadIdx.x >> 4)) * GATHER_ROWS;
+    wait_for_kernels();
+    u32 slot[GATHER_ROWS];
+    bool here[GATHER_ROWS];
+#pragma unroll
+    for (int k = 0; k < GATHER_ROWS; ++k) {
+        const int* at = slots + (i64(min(first + k, rows - 1)) << wide);
+        const u32 low = at[0], high = at[wide];
+        here[k] = int(high) >= 0 && low < pool_slots && (!wide || high == 0);
+        slot[k] = here[k] ? low : 0;  // the first record is read instead
+    }
+    Record r[GATHER_ROWS];
+#pragma unroll
+    for (int k = 0; k < GATHER_ROWS; ++k) read_record(r[k], pool, slot[k], lane);
+#pragma unroll
+    for (int k = 0; k < GATHER_ROWS; ++k) {
+        if (first + k >= rows) return;
+        u8* to = out + i64(first + k) * 1024 + lane * 16;
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            store(reinterpret_cast<uint4*>(to + c * 256), here[k] ? decode(r[k], c, lane) : make_uint4(0, 0, 0, 0));
+    }
 }
