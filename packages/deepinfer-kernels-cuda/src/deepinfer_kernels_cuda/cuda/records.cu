@@ -126,7 +126,7 @@ __device__ __forceinline__ uint4 load_row(const void* from) {
 #endif
     return d;
 }
-__device__ __forceinline__ float2 load_pair(const float* from) {
+__device__ __forceinline__ float2 load_pair(const void* from) {
     float2 d;
     asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(d.x), "=f"(d.y) : "l"(from) : "memory");
     return d;
@@ -147,25 +147,24 @@ struct Row {
     float2 cos, sin;
 };
 
-// A lane's part of the rows.
+// A lane's part of the rows; strides are bytes.
 struct Source {
-    const u8* x;
-    const int* slots;  // of 1 + wide words
-    const float *cos, *sin;
-    int stride, table_stride, wide, rows;
+    const u8 *x, *slots, *cos, *sin;
+    u32 stride, table_stride, slot_stride;
+    int rows;
     __device__ __forceinline__ void fetch(Row& r, int row) const {
         r.here = -1;
         if (row >= rows) return;
-        const u8* from = x + i64(row) * stride;
+        const u8* from = x + u64(u32(row)) * stride;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint4 four = load_row(from + k / 2 * 512 + k % 2 * 16);
             r.v[4 * k] = four.x, r.v[4 * k + 1] = four.y, r.v[4 * k + 2] = four.z, r.v[4 * k + 3] = four.w;
         }
-        const int* slot = slots + (i64(row) << wide);
-        r.slot = slot[0], r.here = slot[wide];
+        const int* slot = reinterpret_cast<const int*>(slots + u64(u32(row)) * slot_stride);
+        r.slot = slot[0], r.here = slot[slot_stride >> 3];
         if (TURN) {
-            const i64 at = i64(row) * table_stride;
+            const u64 at = u64(u32(row)) * table_stride;
             r.cos = load_pair(cos + at), r.sin = load_pair(sin + at);
         }
     }
@@ -336,14 +335,14 @@ __device__ __forceinline__ void write_fp8(const u32 (&v)[16], const Place& to, b
 // x: rows `stride` bytes apart, 16 bytes aligned as the pool is; weight [512] bfloat16; cos, sin float32, 8 bytes aligned, rows
 // table_stride apart; slots int32 or (wide) int64, below 2^31, negative: nothing is written.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-    insert_records(const u8* x, int stride, const u32* weight, float eps, const float* cos, const float* sin, int table_stride,
-                   const int* slots, int wide, u8* pool_start, u32 stride_page, u32 stride_row, int page_shift, int page_size, int rows) {
+    insert_records(const u8* x, u32 stride, const u32* weight, float eps, const u8* cos, const u8* sin, u32 table_stride,
+                   const u8* slots, int wide, u8* pool_start, u32 stride_page, u32 stride_row, int page_shift, int page_size, int rows) {
     const Pool pool{pool_start, stride_page, stride_row, page_shift, page_size};
     __shared__ __align__(16) u32 turned[2 * WARPS][32];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 15, half = threadIdx.x >> 4 & 1, step = gridDim.x * 2 * WARPS;
     const u32 pairs = shared_address(turned[2 * warp + half]);
     wait_for_kernels();
-    const Source source{x + lane * 32, slots, cos + 2 * lane, sin + 2 * lane, stride, table_stride, wide, rows};
+    const Source source{x + lane * 32, slots, cos + lane * 8, sin + lane * 8, stride, table_stride * 4, wide ? 8 : 4, rows};
     // A block's 16 rows are next to each other, and all of its warps come this way as often.
     const int own_row = 2 * warp + half;
     Row even;
