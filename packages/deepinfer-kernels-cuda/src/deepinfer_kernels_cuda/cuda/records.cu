@@ -13,29 +13,17 @@
 #ifndef TURN
 #define TURN 1
 #endif
+#ifndef POLICY
+#define POLICY 0
+#endif
 #ifndef GATHER_ROWS
 #define GATHER_ROWS 4
 #endif
 #ifndef GATHER_BLOCKS
 #define GATHER_BLOCKS 4
 #endif
-#ifndef SKELETON
-#define SKELETON 0
-#endif
-#ifndef PREFETCH
-#define PREFETCH 0
-#endif
 #ifndef BLOCKS
 #define BLOCKS 2
-#endif
-#ifndef WEIGHTS_SHARED
-#define WEIGHTS_SHARED 0
-#endif
-#ifndef STREAM_LOAD
-#define STREAM_LOAD 0
-#endif
-#ifndef STREAM_STORE
-#define STREAM_STORE 0
 #endif
 
 constexpr int WARPS = 8;
@@ -117,12 +105,16 @@ __device__ __forceinline__ Place find(const Pool& pool, u32 slot) {
     return {record, record + (FORMAT == 1 ? 256 : 512)};
 }
 
+// Rows are read once: their lines are the first to leave the L2.
 __device__ __forceinline__ uint4 load_row(const void* from) {
     uint4 d;
-#if STREAM_LOAD
-    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(from) : "memory");
+#if POLICY
+    u64 first;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(from), "l"(first) : "memory");
 #else
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(from) : "memory");
+    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(from) : "memory");
 #endif
     return d;
 }
@@ -131,14 +123,6 @@ __device__ __forceinline__ float2 load_pair(const void* from) {
     asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(d.x), "=f"(d.y) : "l"(from) : "memory");
     return d;
 }
-template <class T>
-__device__ __forceinline__ void store(T* to, T value) {
-    if (STREAM_STORE)
-        __stcs(to, value);
-    else
-        *to = value;
-}
-
 // A row's 32 channels of a lane, in pairs, what turns them, and where they go.
 struct Row {
     u32 v[16];
@@ -170,19 +154,6 @@ struct Source {
     }
 };
 
-struct Weight {
-#if WEIGHTS_SHARED
-    u32 at;
-    __device__ __forceinline__ float4 four(int k) const {
-        const uint4 bits = load_shared4(at + k * 256);
-        return make_float4(__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w));
-    }
-#else
-    float w[32];
-    __device__ __forceinline__ float4 four(int k) const { return make_float4(w[4 * k], w[4 * k + 1], w[4 * k + 2], w[4 * k + 3]); }
-#endif
-};
-
 // Squares are added in the order of the portable kernel: 16 neighbours as a tree, then halves of the row, quarters, ...
 __device__ __forceinline__ float sum_squares(const float (&x)[32]) {
     float half[2];
@@ -203,14 +174,11 @@ __device__ __forceinline__ float sum_squares(const float (&x)[32]) {
     return sum;
 }
 
-__device__ __forceinline__ void normalise(u32 (&v)[16], const float (&x)[32], const Weight& weight, float eps) {
+__device__ __forceinline__ void normalise(u32 (&v)[16], const float (&x)[32], const float (&weight)[32], float eps) {
     const float factor = divide(1.0f, root(__fadd_rn(__fmul_rn(sum_squares(x), 1.0f / 512), eps)));
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-        const float4 w = weight.four(k);
-        v[2 * k] = pack_bf16(__fmul_rn(__fmul_rn(x[4 * k], factor), w.x), __fmul_rn(__fmul_rn(x[4 * k + 1], factor), w.y));
-        v[2 * k + 1] = pack_bf16(__fmul_rn(__fmul_rn(x[4 * k + 2], factor), w.z), __fmul_rn(__fmul_rn(x[4 * k + 3], factor), w.w));
-    }
+    for (int k = 0; k < 16; ++k)
+        v[k] = pack_bf16(__fmul_rn(__fmul_rn(x[2 * k], factor), weight[2 * k]), __fmul_rn(__fmul_rn(x[2 * k + 1], factor), weight[2 * k + 1]));
 }
 
 // The last channels of a row's last four lanes are 32 pairs: a lane turns two.
@@ -302,7 +270,7 @@ __device__ __forceinline__ void write_nvfp4(const u32 (&v)[16], const Place& to,
     for (int h = 0; h < 2; ++h) {
         const uint2 codes = make_uint2(e2m1_codes(g[h].q), e2m1_codes(g[h].q + 4));
         if (here) {
-            store(reinterpret_cast<uint2*>(to.record + h * 128 + lane * 8), codes);
+            *reinterpret_cast<uint2*>(to.record + h * 128 + lane * 8) = codes;
             to.scales[h * 16 + lane] = u8(g[h].code);
         }
     }
@@ -317,7 +285,7 @@ __device__ __forceinline__ void write_fp8(const u32 (&v)[16], const Place& to, b
 #pragma unroll
         for (int k = 0; k < 4; ++k) codes[k] = e4m3_codes(v[8 * h + 2 * k], v[8 * h + 2 * k + 1], power[h].over);
         if (here && (FORMAT == 0 || h == 0 || lane < 12))
-            store(reinterpret_cast<uint4*>(to.record + h * 256 + lane * 16), make_uint4(codes[0], codes[1], codes[2], codes[3]));
+            *reinterpret_cast<uint4*>(to.record + h * 256 + lane * 16) = make_uint4(codes[0], codes[1], codes[2], codes[3]);
     }
     if (!here) return;
     if (FORMAT == 0) {
@@ -326,7 +294,7 @@ __device__ __forceinline__ void write_fp8(const u32 (&v)[16], const Place& to, b
     }
     if (lane >= 12) {
         uint4* tail = reinterpret_cast<uint4*>(to.record + 448 + (lane - 12) * 32);
-        store(tail, make_uint4(v[8], v[9], v[10], v[11])), store(tail + 1, make_uint4(v[12], v[13], v[14], v[15]));
+        tail[0] = make_uint4(v[8], v[9], v[10], v[11]), tail[1] = make_uint4(v[12], v[13], v[14], v[15]);
     }
     if (lane % 4 == 0) to.scales[lane / 4] = u8(power[0].exponent);
     if (lane % 4 == 1) to.scales[4 + lane / 4] = lane < 12 ? u8(power[1].exponent) : u8(0);
@@ -345,27 +313,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
     const Source source{x + lane * 32, slots, cos + lane * 8, sin + lane * 8, stride, table_stride * 4, wide ? 8 : 4, rows};
     // A block's 16 rows are next to each other, and all of its warps come this way as often.
     const int own_row = 2 * warp + half;
-    Row even;
+    Row even, odd;  // the next one is on its way
     source.fetch(even, blockIdx.x * 2 * WARPS + own_row);
-    Weight own;
-#if WEIGHTS_SHARED
-    __shared__ __align__(16) float weights[8][16][4];
-    own.at = shared_address(weights[0][lane]);
-    if (NORM) {
-        const u32 pair = weight[threadIdx.x];  // channels 2 t and 2 t + 1
-        const int chunk = threadIdx.x >> 3 & 15, k = (threadIdx.x >> 7) * 4 + (threadIdx.x >> 1 & 3);
-        weights[k][chunk][threadIdx.x % 2 * 2] = bf16_low(pair), weights[k][chunk][threadIdx.x % 2 * 2 + 1] = bf16_high(pair);
-        __syncthreads();
-    }
-#else
+    float own[32];
     if (NORM)
 #pragma unroll
         for (int k = 0; k < 16; ++k) {
             const u32 pair = weight[k / 8 * 128 + 8 * lane + k % 8];
-            own.w[2 * k] = bf16_low(pair), own.w[2 * k + 1] = bf16_high(pair);
-            asm volatile("" : "+f"(own.w[2 * k]), "+f"(own.w[2 * k + 1]));  // else they are unpacked for each row
+            own[2 * k] = bf16_low(pair), own[2 * k + 1] = bf16_high(pair);
+            asm volatile("" : "+f"(own[2 * k]), "+f"(own[2 * k + 1]));  // else they are unpacked for each row
         }
-#endif
     const auto insert = [&](const Row& r) {
         if (!__any_sync(~0u, r.here >= 0)) return;
         u32 v[16];
@@ -375,16 +332,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
             v[k] = r.v[k];
             if (NORM) wide[2 * k] = bf16_low(v[k]), wide[2 * k + 1] = bf16_high(v[k]);
         }
-        if (SKELETON) {
-            const Place place = find(pool, r.slot);
-            if (r.here >= 0) {
-                store(reinterpret_cast<uint4*>(place.record + lane * 16), make_uint4(v[0], v[1], v[2], v[3]));
-                if (FORMAT != 1)
-                    store(reinterpret_cast<uint4*>(place.record + 256 + lane * 16), make_uint4(v[8] ^ v[4], v[9] ^ v[5], v[10] ^ v[6], v[11] ^ v[7]));
-                place.scales[lane] = u8(v[12] ^ v[13] ^ v[14] ^ v[15] ^ __float_as_uint(r.cos.x + r.cos.y + r.sin.x + r.sin.y));
-            }
-            return;
-        }
         if (NORM) normalise(v, wide, own, eps);
         if (TURN) rotate(v, pairs, r.cos, r.sin, lane);
         const Place place = find(pool, r.slot);
@@ -393,8 +340,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         else
             write_fp8(v, place, r.here >= 0, lane);
     };
-#if PREFETCH
-    Row odd;
 #pragma unroll 1
     for (int row = blockIdx.x * 2 * WARPS; row < rows; row += 2 * step) {
         source.fetch(odd, row + step + own_row);
@@ -402,13 +347,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         source.fetch(even, row + 2 * step + own_row);
         insert(odd);
     }
-#else
-#pragma unroll 1
-    for (int row = blockIdx.x * 2 * WARPS; row < rows; row += step) {
-        insert(even);
-        source.fetch(even, row + step + own_row);
-    }
-#endif
 }
 
 // One row of a lane on its way: channels 8 L + 128 k .. + 7 for four k.
@@ -490,6 +428,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, GATHER_BLOCKS)
         u8* to = out + i64(first + k) * 1024 + lane * 16;
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-            store(reinterpret_cast<uint4*>(to + c * 256), here[k] ? decode(r[k], c, lane) : make_uint4(0, 0, 0, 0));
+            *reinterpret_cast<uint4*>(to + c * 256) = here[k] ? decode(r[k], c, lane) : make_uint4(0, 0, 0, 0);
     }
 }
