@@ -163,6 +163,7 @@ def _records(recorder: Recorder, t: int) -> None:
     kv, weight = torch.randn(t, 512, device="cuda").bfloat16(), torch.randn(512, device="cuda").bfloat16()
     table = (torch.randn(t, 32, device="cuda"), torch.randn(t, 32, device="cuda"))
     slots = torch.randperm(2 * t, device="cuda")[:t]
+    kernel = "sm90" if t >= 1024 else "portable"
     options = {"norm_weight": weight, "eps": 1e-20, "table": table}
     for fmt in ("fp8", "nvfp4"):
         pool = records.new_pool(2 * t, fmt, 512, "cuda")
@@ -170,14 +171,14 @@ def _records(recorder: Recorder, t: int) -> None:
         recorder.record(
             "norm_rope_insert",
             f"t={t} {fmt}",
-            "portable",
+            kernel,
             lambda: kernels.norm_rope_insert(pool, slots, kv, fmt, **options),
             nbytes=t * (1024 + size + 264),
         )
         recorder.record(
             "kv_gather",
             f"t={t} {fmt}",
-            "portable",
+            kernel,
             lambda: kernels.kv_gather(pool, slots, fmt, 512, torch.bfloat16),
             nbytes=t * (1024 + size),
         )
@@ -185,14 +186,14 @@ def _records(recorder: Recorder, t: int) -> None:
     recorder.record(
         "v4_insert",
         f"t={t}",
-        "portable",
+        kernel,
         lambda: kernels.v4_insert(planar, slots, kv, page_size=64, **options),
         nbytes=t * (1024 + 584 + 264),
     )
     recorder.record(
         "v4_gather",
         f"t={t}",
-        "portable",
+        kernel,
         lambda: kernels.v4_gather(planar, slots, torch.bfloat16, page_size=64),
         nbytes=t * (1024 + 584),
     )

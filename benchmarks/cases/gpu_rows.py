@@ -159,9 +159,9 @@ class Insert:
 
 
 def use_warps(blocks: int) -> None:
-    """Which kernel inserts: 0 is Triton's."""
+    """Which kernels write and read records: 0 is Triton's."""
     records._WARP_ROWS = 1 if blocks else 1 << 30
-    records._WARP_BLOCKS = blocks or 4
+    records._WARP_BLOCKS = blocks or 2
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
