@@ -178,7 +178,7 @@ def _records(recorder: Recorder, t: int) -> None:
         recorder.record(
             "kv_gather",
             f"t={t} {fmt}",
-            kernel,
+            "portable",
             lambda: kernels.kv_gather(pool, slots, fmt, 512, torch.bfloat16),
             nbytes=t * (1024 + size),
         )
@@ -193,7 +193,7 @@ def _records(recorder: Recorder, t: int) -> None:
     recorder.record(
         "v4_gather",
         f"t={t}",
-        kernel,
+        "portable",
         lambda: kernels.v4_gather(planar, slots, torch.bfloat16, page_size=64),
         nbytes=t * (1024 + 584),
     )

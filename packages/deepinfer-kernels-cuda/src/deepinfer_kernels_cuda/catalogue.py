@@ -184,9 +184,6 @@ _NATIVE: tuple[NativeSpec, ...] = (
     NativeSpec("insert_records-fp8", "records.cu", defines=("FORMAT=0",), quick=True),
     NativeSpec("insert_records-nvfp4", "records.cu", defines=("FORMAT=1",)),
     NativeSpec("insert_records-v4", "records.cu", defines=("FORMAT=3",)),
-    NativeSpec("gather_records-fp8", "records.cu", defines=("FORMAT=0",), quick=True),
-    NativeSpec("gather_records-nvfp4", "records.cu", defines=("FORMAT=1",)),
-    NativeSpec("gather_records-v4", "records.cu", defines=("FORMAT=3",)),
 )
 
 SPECS: tuple[KernelSpec | NativeSpec, ...] = (

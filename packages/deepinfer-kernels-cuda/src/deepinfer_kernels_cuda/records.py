@@ -21,7 +21,6 @@ from .rows import rms_norm
 _FUSED_ROWS = 256  # up to here a launch costs more than the rows
 _WARP_ROWS = 1024  # from here on two rows a warp
 _WARP_BLOCKS = 2  # of sixteen rows on a multiprocessor
-_GATHER_PIECE = 64  # records a block reads there
 _LIMIT = 1 << 31  # of slots and of a pool's strides there
 _PLANAR = 3  # number of V4's planar record inside `cuda/records.cu`
 
@@ -37,13 +36,8 @@ def _insert_kernel(fmt: int, blocks: int, norm: bool, turn: bool) -> NativeKerne
     return NativeKernel("records.cu", "insert_records", "PiPfPPiPiPiiiii", threads=256, defines=defines)
 
 
-@functools.lru_cache(maxsize=4)
-def _gather_kernel(fmt: int) -> NativeKernel:
-    return NativeKernel("records.cu", "gather_records", "PiiiiiPiPi", threads=256, defines=(f"FORMAT={fmt}",))
-
-
 def _by_warps(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, geometry: tuple[int, int, int]) -> bool:
-    """Whether `cuda/records.cu` writes or reads these rows; geometry is rows a page, bytes between pages and rows."""
+    """Whether `cuda/records.cu` writes these rows; geometry is rows a page, bytes between pages and between rows."""
     return (
         rows.shape[0] >= _WARP_ROWS
         and rows.shape[1] == V4.channels
@@ -89,26 +83,6 @@ def _insert_by_warps(
         _insert_kernel(fmt, _WARP_BLOCKS, weight is not None, pairs > 0)(
             (_blocks(values), 1, 1), x, 2 * values.stride(0), scale, eps, cos, sin, pairs, at, int(slots.dtype == torch.int64),
             to, stride_page, stride_row, _page_shift(page_size), page_size, values.shape[0], device=values.device,
-        )  # fmt: skip
-    return able
-
-
-def _gather_by_warps(
-    pool: torch.Tensor,
-    slots: torch.Tensor,
-    out: torch.Tensor,
-    fmt: int,
-    geometry: tuple[int, int, int],
-    pool_slots: int,
-) -> bool:
-    """Read the records where `cuda/records.cu` can; else nothing, and False."""
-    able = 0 < pool_slots < _LIMIT and _by_warps(pool, slots, out, geometry)
-    if able:
-        page_size, stride_page, stride_row = geometry
-        _gather_kernel(fmt)(
-            (-(-out.shape[0] // _GATHER_PIECE), 1, 1), pool.data_ptr(), stride_page, stride_row, _page_shift(page_size),
-            page_size, pool_slots, slots.data_ptr(), int(slots.dtype == torch.int64), out.data_ptr(), out.shape[0],
-            device=out.device,
         )  # fmt: skip
     return able
 
@@ -219,9 +193,7 @@ def kv_gather(pool: torch.Tensor, slots: torch.Tensor, fmt: str, channels: int, 
     require_same_device(pool, slots)
     flat = slots.reshape(-1)
     out = torch.empty(flat.shape[0], channels, dtype=dtype, device=pool.device)
-    geometry = (view.page_size, view.stride_page, view.stride_row)
-    native = layout in (FP8, NVFP4) and _gather_by_warps(pool, flat, out, layout.code, geometry, view.slots)
-    if flat.shape[0] and not native:
+    if flat.shape[0]:
         align = _alignment(pool.data_ptr(), view.stride_page, view.stride_row)
         rows = 8 if flat.shape[0] >= 4096 else 2
         gather_kernel[(-(-flat.shape[0] // rows),)](
@@ -329,13 +301,11 @@ def v4_gather(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, *, pa
     require_same_device(pool, slots)
     flat = slots.reshape(-1)
     out = torch.empty(flat.shape[0], V4.channels, dtype=dtype, device=pool.device)
-    pool_slots = pool.shape[0] * page_size
-    native = _gather_by_warps(pool, flat, out, _PLANAR, (page_size, pool.stride(0), 0), pool_slots)
-    if flat.shape[0] and not native:
+    if flat.shape[0]:
         align = _alignment(pool.data_ptr(), pool.stride(0))
         rows = 8 if flat.shape[0] >= 4096 else 2
         gather_v4_kernel[(-(-flat.shape[0] // rows),)](
-            pool, flat, flat.shape[0], pool_slots, out, pool.stride(0) // align, PAGE=page_size, ROWS=rows,
+            pool, flat, flat.shape[0], pool.shape[0] * page_size, out, pool.stride(0) // align, PAGE=page_size, ROWS=rows,
             ALIGN=align, HARDWARE=device_arch(pool.device) != 0, num_warps=4 if rows == 8 else 1, **overlap(pool.device),
         )  # fmt: skip
     return out.view(*slots.shape, V4.channels)

@@ -13,15 +13,6 @@
 #ifndef TURN
 #define TURN 1
 #endif
-#ifndef POLICY
-#define POLICY 0
-#endif
-#ifndef GATHER_ROWS
-#define GATHER_ROWS 4
-#endif
-#ifndef GATHER_BLOCKS
-#define GATHER_BLOCKS 4
-#endif
 #ifndef BLOCKS
 #define BLOCKS 2
 #endif
@@ -108,14 +99,7 @@ __device__ __forceinline__ Place find(const Pool& pool, u32 slot) {
 // Rows are read once: their lines are the first to leave the L2.
 __device__ __forceinline__ uint4 load_row(const void* from) {
     uint4 d;
-#if POLICY
-    u64 first;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
-    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(from), "l"(first) : "memory");
-#else
     asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(from) : "memory");
-#endif
     return d;
 }
 __device__ __forceinline__ float2 load_pair(const void* from) {
@@ -346,88 +330,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
         insert(even);
         source.fetch(even, row + 2 * step + own_row);
         insert(odd);
-    }
-}
-
-// One row of a lane on its way: channels 8 L + 128 k .. + 7 for four k.
-struct Record {
-    uint2 codes[4];
-    uint4 tail;  // of V4's record: the last channels
-    u32 scales[4];
-};
-
-__device__ __forceinline__ u32 word(const void* from) { return *static_cast<const u32*>(from); }
-
-__device__ __forceinline__ void read_record(Record& r, const Pool& pool, u32 slot, int lane) {
-    const Place from = find(pool, slot);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        if (FORMAT == 1)
-            r.codes[k].x = word(from.record + k * 64 + lane * 4);
-        else if (FORMAT == 0 || k < 3 || lane < 8)
-            r.codes[k] = *reinterpret_cast<const uint2*>(from.record + k * 128 + lane * 8);
-    }
-    if (FORMAT == 3 && lane >= 8) r.tail = *reinterpret_cast<const uint4*>(from.record + 448 + (lane - 8) * 16);
-#pragma unroll
-    for (int k = 0; k < (FORMAT == 3 ? 2 : 4); ++k) r.scales[k] = word(from.scales + (FORMAT == 1 ? 8 * k + (lane >> 3) * 4 : 4 * k));
-}
-
-__device__ __forceinline__ float e8m0_value(u32 code) {
-    return __uint_as_float(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : code << 23);
-}
-
-// Eight channels as bfloat16.
-__device__ __forceinline__ uint4 decode(const Record& r, int k, int lane) {
-    float value[8];
-    float scale;
-    if (FORMAT == 1) {
-        // A code's bits at float16's lowest exponents are its value times 2^-14.
-        scale = e4m3_value(r.scales[k] >> (lane >> 1 & 3) * 8 & 0xff) * 16384.0f;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const u32 nibbles = r.codes[k].x >> 4 * j;
-            const float2 two = unpack_f16((nibbles << 9 & 0x0e000e00u) | (nibbles << 12 & 0x80008000u));
-            value[j] = two.x, value[j + 4] = two.y;
-        }
-    } else {
-        if (FORMAT == 3 && k == 3 && lane >= 8) return r.tail;
-        const u32 scales = FORMAT == 3 ? r.scales[k / 2] >> (k % 2 * 2 + (lane >> 3)) * 8 : r.scales[k] >> (lane >> 2) * 8;
-        scale = e8m0_value(scales & 0xff);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float2 two = unpack_f16(e4m3_halves((j < 2 ? r.codes[k].x : r.codes[k].y) >> j % 2 * 16 & 0xffff));
-            value[2 * j] = two.x, value[2 * j + 1] = two.y;
-        }
-    }
-    return make_uint4(pack_bf16(value[0] * scale, value[1] * scale), pack_bf16(value[2] * scale, value[3] * scale),
-                      pack_bf16(value[4] * scale, value[5] * scale), pack_bf16(value[6] * scale, value[7] * scale));
-}
-
-// Records at `slots`, absent ones as zeros, to out [rows, 512] bfloat16; pool_slots: how many the pool has, one or more.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, GATHER_BLOCKS)
-    gather_records(const u8* pool_start, u32 stride_page, u32 stride_row, int page_shift, int page_size, u32 pool_slots,
-                   const int* slots, int wide, u8* out, int rows) {
-    const Pool pool{const_cast<u8*>(pool_start), stride_page, stride_row, page_shift, page_size};
-    const int lane = threadIdx.x & 15, first = (blockIdx.x * 2 * WARPS + (threadIdx.x >> 4)) * GATHER_ROWS;
-    wait_for_kernels();
-    u32 slot[GATHER_ROWS];
-    bool here[GATHER_ROWS];
-#pragma unroll
-    for (int k = 0; k < GATHER_ROWS; ++k) {
-        const int* at = slots + (i64(min(first + k, rows - 1)) << wide);
-        const u32 low = at[0], high = at[wide];
-        here[k] = int(high) >= 0 && low < pool_slots && (!wide || high == 0);
-        slot[k] = here[k] ? low : 0;  // the first record is read instead
-    }
-    Record r[GATHER_ROWS];
-#pragma unroll
-    for (int k = 0; k < GATHER_ROWS; ++k) read_record(r[k], pool, slot[k], lane);
-#pragma unroll
-    for (int k = 0; k < GATHER_ROWS; ++k) {
-        if (first + k >= rows) return;
-        u8* to = out + i64(first + k) * 1024 + lane * 16;
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-            *reinterpret_cast<uint4*>(to + c * 256) = here[k] ? decode(r[k], c, lane) : make_uint4(0, 0, 0, 0);
     }
 }
