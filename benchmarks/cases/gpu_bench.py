@@ -170,15 +170,14 @@ class Recorder:
             )
             return None
         ceiling = max(memory_us, matrix_us)
-        copy_cold, copy_warm = copy or (None, None)
         result = Result(
             op, shape, kernel, round(cold, 2), round(hot, 2), round(nbytes / cold / 1e3, 1),
             round(flops / cold / 1e6, 1), "memory" if memory_us >= matrix_us else "matrix", round(ceiling, 2),
-            round(ceiling / cold, 3), copy_cold and round(copy_cold, 2), copy_warm and round(copy_warm, 2), error, extra,
+            round(ceiling / cold, 3), *(round(us, 2) if us is not None else None for us in copy or (None, None)), error, extra,
         )  # fmt: skip
         self.results.append(result)
         accuracy = "" if error is None else f" err {error:.1e}"
-        beside = f", of a copy of as many bytes {copy_cold / cold:5.1%} warm {copy_warm / hot:5.1%}" if copy else ""
+        beside = f", of a copy of as many bytes {copy[0] / cold:5.1%} warm {copy[1] / hot:5.1%}" if copy else ""
         print(
             f"{op:22s} {shape:34s} {kernel:22s} cold {cold:8.1f} warm {hot:8.1f} us  ceiling {ceiling:7.1f} us "
             f"({result.bound}) share {result.share:5.1%} warm {ceiling / hot:5.1%}{beside}{accuracy}",
