@@ -24,7 +24,10 @@ class Ceilings:
 
 @dataclass
 class Result:
-    """One line of the results file; times in microseconds, `share` of the binding ceiling with a cold L2."""
+    """One line of the results file; times in microseconds, `share` of the binding ceiling with a cold L2.
+
+    `copy_us_*`: a plain copy that moves as many bytes, timed alike; ops bound by memory only.
+    """
 
     op: str
     shape: str
@@ -36,6 +39,8 @@ class Result:
     bound: str
     ceiling_us: float
     share: float
+    copy_us_cold: float | None = None
+    copy_us_warm: float | None = None
     error: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -92,6 +97,23 @@ def time_warm(fn: Callable[[], Any], calls: int = 10, repeats: int = 7) -> float
     return statistics.median(times)
 
 
+_COPIES: dict[int, tuple[float, float]] = {}
+
+
+def time_copy(nbytes: float) -> tuple[float, float]:
+    """Cold and warm microseconds of a plain copy that reads and writes `nbytes` together: the driver's or an elementwise kernel.
+
+    A launch, the way to full speed and, cold, the lines that the flush left dirty cost it what they cost an op.
+    """
+    size = max(1, round(nbytes / 8))  # int32 numbers read, and as many written
+    if size not in _COPIES:
+        source = torch.randint(0, 1 << 30, (size,), dtype=torch.int32, device="cuda")
+        target = torch.empty_like(source)
+        ways = (lambda: target.copy_(source), lambda: torch.bitwise_not(source, out=target))
+        _COPIES[size] = min(map(time_cold, ways)), min(map(time_warm, ways))
+    return _COPIES[size]
+
+
 def measure_ceilings() -> Ceilings:
     """Copy 2 GB and multiply 8192^3 on random data."""
     a = torch.randn(2**29, device="cuda")
@@ -140,23 +162,25 @@ class Recorder:
         try:
             cold = time_cold(fn)
             hot = time_warm(fn) if warm else float("nan")
+            memory_us, matrix_us = nbytes / self.ceilings.copy_gbs / 1e3, flops / self.ceilings.bf16_tflops / 1e6
+            copy = time_copy(nbytes) if memory_us >= matrix_us else None
         except Exception as failure:
             print(
                 f"{op:22s} {shape:34s} {kernel:22s} FAILED {type(failure).__name__}: {str(failure)[:300]}", flush=True
             )
             return None
-        memory_us, matrix_us = nbytes / self.ceilings.copy_gbs / 1e3, flops / self.ceilings.bf16_tflops / 1e6
         ceiling = max(memory_us, matrix_us)
         result = Result(
             op, shape, kernel, round(cold, 2), round(hot, 2), round(nbytes / cold / 1e3, 1),
             round(flops / cold / 1e6, 1), "memory" if memory_us >= matrix_us else "matrix", round(ceiling, 2),
-            round(ceiling / cold, 3), error, extra,
+            round(ceiling / cold, 3), *(round(us, 2) if us is not None else None for us in copy or (None, None)), error, extra,
         )  # fmt: skip
         self.results.append(result)
         accuracy = "" if error is None else f" err {error:.1e}"
+        beside = f", of a copy of as many bytes {copy[0] / cold:5.1%} warm {copy[1] / hot:5.1%}" if copy else ""
         print(
             f"{op:22s} {shape:34s} {kernel:22s} cold {cold:8.1f} warm {hot:8.1f} us  ceiling {ceiling:7.1f} us "
-            f"({result.bound}) share {result.share:5.1%} warm {ceiling / hot:5.1%}{accuracy}",
+            f"({result.bound}) share {result.share:5.1%} warm {ceiling / hot:5.1%}{beside}{accuracy}",
             flush=True,
         )
         return result
@@ -172,7 +196,8 @@ class Recorder:
             "triton": triton.__version__,
             "cuda": torch.version.cuda,
             "ceilings": asdict(self.ceilings),
-            "note": "us_cold: L2 flushed before each call; us_warm: back to back in a CUDA graph; share: ceiling_us / us_cold",
+            "note": "us_cold: L2 flushed before each call; us_warm: back to back in a CUDA graph; share: ceiling_us / us_cold; "
+            "copy_us: a plain copy of as many bytes",
         }
         path = Path(os.environ.get("OUT", ".")) / f"{self.name}.jsonl"
         path.write_text("\n".join(json.dumps(line) for line in (header, *map(asdict, self.results))) + "\n")

@@ -49,7 +49,7 @@ def run_mhc(recorder: Recorder) -> None:
 def run_router(recorder: Recorder) -> None:
     """384 experts, top 6."""
     weight, bias = torch.randn(384, D, device="cuda").bfloat16() * 0.01, torch.randn(384, device="cuda") * 0.1
-    for t in (64, 1024, 4096):
+    for t in (64, 1024, 4096, 16384):
         x = torch.randn(t, D, device="cuda").bfloat16()
         recorder.record(
             "router",
@@ -119,13 +119,13 @@ def run_rows(recorder: Recorder) -> None:
     for t in (64, 4096, 32768):
         _norms(recorder, t)
         _records(recorder, t)
-        values = torch.randn(t, 2, 512, device="cuda")
+        values, gates = torch.randn(t, 2, 512, device="cuda"), torch.randn(t, 2, 512, device="cuda")
         recorder.record(
             "compress",
             f"groups={t} ratio=2",
             "portable",
-            lambda: kernels.compress(values, values),
-            nbytes=t * 512 * 4 * 3,
+            lambda: kernels.compress(values, gates),
+            nbytes=t * 512 * 4 * 5,
         )
     table8 = torch.randn(1 << 20, 256, device="cuda").to(torch.float8_e4m3fn)
     scale = torch.randint(120, 130, (1 << 20, 8), dtype=torch.uint8, device="cuda").view(torch.float8_e8m0fnu)
@@ -163,6 +163,7 @@ def _records(recorder: Recorder, t: int) -> None:
     kv, weight = torch.randn(t, 512, device="cuda").bfloat16(), torch.randn(512, device="cuda").bfloat16()
     table = (torch.randn(t, 32, device="cuda"), torch.randn(t, 32, device="cuda"))
     slots = torch.randperm(2 * t, device="cuda")[:t]
+    kernel = "sm90" if t >= 1024 else "portable"
     options = {"norm_weight": weight, "eps": 1e-20, "table": table}
     for fmt in ("fp8", "nvfp4"):
         pool = records.new_pool(2 * t, fmt, 512, "cuda")
@@ -170,7 +171,7 @@ def _records(recorder: Recorder, t: int) -> None:
         recorder.record(
             "norm_rope_insert",
             f"t={t} {fmt}",
-            "portable",
+            kernel,
             lambda: kernels.norm_rope_insert(pool, slots, kv, fmt, **options),
             nbytes=t * (1024 + size + 264),
         )
@@ -185,7 +186,7 @@ def _records(recorder: Recorder, t: int) -> None:
     recorder.record(
         "v4_insert",
         f"t={t}",
-        "portable",
+        kernel,
         lambda: kernels.v4_insert(planar, slots, kv, page_size=64, **options),
         nbytes=t * (1024 + 584 + 264),
     )

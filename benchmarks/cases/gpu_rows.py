@@ -16,7 +16,7 @@ import deepinfer_kernels_cuda as kernels
 import torch
 from deepinfer_kernels_cuda import mhc, records
 from deepinfer_kernels_cuda.reference import records as reference
-from gpu_bench import measure_ceilings, time_cold, time_warm
+from gpu_bench import measure_ceilings, time_cold, time_copy, time_warm
 
 D, S = 5120, 4
 
@@ -159,9 +159,9 @@ class Insert:
 
 
 def use_warps(blocks: int) -> None:
-    """Which kernel inserts: 0 is Triton's."""
+    """Which kernels write and read records: 0 is Triton's."""
     records._WARP_ROWS = 1 if blocks else 1 << 30
-    records._WARP_BLOCKS = blocks or 4
+    records._WARP_BLOCKS = blocks or 2
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -206,8 +206,10 @@ def time_records(way: int, t: int, copy: float) -> None:
         for op, (call, nbytes) in calls.items():
             ceiling = nbytes / copy / 1e3
             cold, clean, warm = time_cold(call, 11), time_cold(call, 11, clean=True), time_warm(call, 10, 5)
-            print(f"  {op} {fmt:6s} t={t:<6d} {name:8s} cold {cold:6.1f} clean {clean:6.1f} warm {warm:6.1f} us, of copy"
-                  f" {ceiling / cold:.1%} {ceiling / clean:.1%} {ceiling / warm:.1%}", flush=True)  # fmt: skip
+            copies = time_copy(nbytes)
+            print(f"  {op} {fmt:6s} t={t:<6d} {name:8s} cold {cold:6.1f} clean {clean:6.1f} warm {warm:6.1f} us, share"
+                  f" {ceiling / cold:.1%} {ceiling / clean:.1%} {ceiling / warm:.1%}, of a copy of as many bytes"
+                  f" {copies[0] / cold:.1%} cold {copies[1] / warm:.1%} warm", flush=True)  # fmt: skip
 
 
 def main() -> None:

@@ -354,8 +354,9 @@ def test_rope_norm_compress_engram(dtype) -> None:
     again = kernels.rope(kernels.rope(x.clone(), table, inplace=True), table, inverse=True, inplace=True)
     assert_near(again, x, dtype)
     assert_near(kernels.rms_norm(x, weight, 1e-20), portable.rms_norm(x, weight, 1e-20), dtype)
-    values, gates = rand(4, 2, 100), rand(4, 2, 100) * 5
-    assert_near(kernels.compress(values, gates), portable.compress(values, gates), torch.float32)
+    for ratio in (2, 3):
+        values, gates = rand(4, ratio, 100), rand(4, ratio, 100) * 5
+        assert_near(kernels.compress(values, gates), portable.compress(values, gates), torch.float32)
     codes = rand(50, 256).to(torch.float8_e4m3fn)
     scale = torch.randint(120, 130, (50, 8), dtype=torch.uint8, device=DEVICE).view(torch.float8_e8m0fnu)
     rows = torch.randint(0, 50, (7, 24), device=DEVICE)

@@ -1,6 +1,6 @@
 """Cache records: written in one pass with the norm and rotation before them, read back, or rounded to.
 
-Many records of 512 bfloat16 channels are written by a kernel with a warp a row on Hopper (`cuda/records.cu`), the same bytes.
+Many records of 512 bfloat16 channels are written by a kernel with two rows a warp on Hopper (`cuda/records.cu`), the same bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from .overlap import overlap
 from .rows import rms_norm
 
 _FUSED_ROWS = 256  # up to here a launch costs more than the rows
-_WARP_ROWS = 1024  # from here on a warp a row
-_WARP_BLOCKS = 4  # of eight warps on a multiprocessor
+_WARP_ROWS = 1024  # from here on two rows a warp
+_WARP_BLOCKS = 2  # of sixteen rows on a multiprocessor
+_LIMIT = 1 << 31  # of slots and of a pool's strides there
 _PLANAR = 3  # number of V4's planar record inside `cuda/records.cu`
 
 
@@ -32,7 +33,7 @@ def _alignment(*sizes: int) -> int:
 @functools.lru_cache(maxsize=32)
 def _insert_kernel(fmt: int, blocks: int, norm: bool, turn: bool) -> NativeKernel:
     defines = (f"FORMAT={fmt}", f"NORM={int(norm)}", f"TURN={int(turn)}", f"BLOCKS={blocks}")
-    return NativeKernel("records.cu", "insert_records", "PiPfPPiPiPqqiii", threads=256, defines=defines)
+    return NativeKernel("records.cu", "insert_records", "PiPfPPiPiPiiiii", threads=256, defines=defines)
 
 
 def _by_warps(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, geometry: tuple[int, int, int]) -> bool:
@@ -45,9 +46,16 @@ def _by_warps(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, geome
         and slots.dtype in (torch.int32, torch.int64)
         and _alignment(pool.data_ptr(), *geometry[1:], rows.data_ptr(), 2 * rows.stride(0)) == 16
         and rows.stride(0) < 1 << 15
+        and max(geometry[1:]) < _LIMIT
         and device_arch(rows.device) == 90
         and native_reason() is None
     )
+
+
+def _blocks(rows: torch.Tensor) -> int:
+    """As few as still go through the rows in as many rounds as all that fit."""
+    pieces = -(-rows.shape[0] // 16)
+    return -(-pieces // -(-pieces // (_WARP_BLOCKS * sm_count(rows.device))))
 
 
 def _page_shift(page_size: int) -> int:
@@ -64,7 +72,7 @@ def _insert_by_warps(
         and (
             weight is None or (weight.dtype == torch.bfloat16 and weight.is_contiguous() and weight.data_ptr() % 4 == 0)
         )
-        and all(x is None or x.dtype == torch.float32 for x in tables)
+        and all(x is None or (x.dtype == torch.float32 and x.data_ptr() % 8 == 0) for x in tables)
         and _by_warps(pool, slots, values, geometry)
     )
     if able:
@@ -72,10 +80,9 @@ def _insert_by_warps(
         x, scale, cos, sin, at, to = (
             0 if tensor is None else tensor.data_ptr() for tensor in (values, weight, *tables, slots, pool)
         )
-        blocks = min(-(-values.shape[0] // 8), _WARP_BLOCKS * sm_count(values.device))
         _insert_kernel(fmt, _WARP_BLOCKS, weight is not None, pairs > 0)(
-            (blocks, 1, 1), x, 2 * values.stride(0), scale, eps, cos, sin, pairs, at, int(slots.dtype == torch.int64), to,
-            stride_page, stride_row, _page_shift(page_size), page_size, values.shape[0], device=values.device,
+            (_blocks(values), 1, 1), x, 2 * values.stride(0), scale, eps, cos, sin, pairs, at, int(slots.dtype == torch.int64),
+            to, stride_page, stride_row, _page_shift(page_size), page_size, values.shape[0], device=values.device,
         )  # fmt: skip
     return able
 

@@ -90,7 +90,7 @@ def compress(values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
             n,
             RATIO=r,
             D=block,
-            num_warps=2,
+            num_warps=4,
             **overlap(values.device),
         )
     return out

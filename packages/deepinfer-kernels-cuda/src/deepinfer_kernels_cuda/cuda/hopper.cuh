@@ -173,9 +173,17 @@ __device__ __forceinline__ void store_shared(u32 address, u32 value) {
 __device__ __forceinline__ void store_shared4(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+__device__ __forceinline__ void store_shared2(u32 address, u32 a, u32 b) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
 __device__ __forceinline__ u32 load_shared(u32 address) {
     u32 d;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(d) : "r"(address) : "memory");
+    return d;
+}
+__device__ __forceinline__ uint2 load_shared2(u32 address) {
+    uint2 d;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(d.x), "=r"(d.y) : "r"(address) : "memory");
     return d;
 }
 __device__ __forceinline__ uint4 load_shared4(u32 address) {

@@ -313,15 +313,26 @@ def compress_kernel(values, gates, out, width, RATIO: tl.constexpr, D: tl.conste
     group = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * D + tl.arange(0, D)
     mask = column < width
-    top = tl.full([D], float("-inf"), tl.float32)
-    for r in tl.static_range(RATIO):
-        top = tl.maximum(top, tl.load(gates + (group * RATIO + r) * width + column, mask=mask, other=0.0))
-    total = tl.zeros([D], tl.float32)
-    norm = tl.zeros([D], tl.float32)
-    for r in tl.static_range(RATIO):
-        weight = tl.exp(tl.load(gates + (group * RATIO + r) * width + column, mask=mask, other=0.0) - top)
-        total += weight * tl.load(values + (group * RATIO + r) * width + column, mask=mask, other=0.0)
-        norm += weight
+    if RATIO == 2:
+        # All four loads before the first use: none waits for another.
+        at = group * 2 * width + column
+        first = tl.load(gates + at, mask=mask, other=0.0)
+        second = tl.load(gates + at + width, mask=mask, other=0.0)
+        one = tl.load(values + at, mask=mask, other=0.0)
+        other = tl.load(values + at + width, mask=mask, other=0.0)
+        top = tl.maximum(first, second)
+        first, second = tl.exp(first - top), tl.exp(second - top)
+        total, norm = first * one + second * other, first + second
+    else:
+        top = tl.full([D], float("-inf"), tl.float32)
+        for r in tl.static_range(RATIO):
+            top = tl.maximum(top, tl.load(gates + (group * RATIO + r) * width + column, mask=mask, other=0.0))
+        total = tl.zeros([D], tl.float32)
+        norm = tl.zeros([D], tl.float32)
+        for r in tl.static_range(RATIO):
+            weight = tl.exp(tl.load(gates + (group * RATIO + r) * width + column, mask=mask, other=0.0) - top)
+            total += weight * tl.load(values + (group * RATIO + r) * width + column, mask=mask, other=0.0)
+            norm += weight
     tl.store(out + group * width + column, total / norm, mask=mask)
 
 
