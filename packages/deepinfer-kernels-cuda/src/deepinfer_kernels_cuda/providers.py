@@ -41,12 +41,16 @@ def find_library(name: str) -> Library:
     """Import `deep_gemm`, `flash_mla` or `deep_ep` from wherever it is.
 
     Any failure of an import is a reason, not an error: vendored builds fail in many ways (missing symbols, wrong torch).
+    `DEEPINFER_KERNELS_LIBRARIES`, where set, names the libraries that may be used, with commas; empty means none.
 
     Raises:
         ArgumentError: Unknown library.
     """
     if name not in _LIBRARIES:
         raise ArgumentError(f"library {name!r} is not one of {', '.join(_LIBRARIES)}")
+    allowed = os.environ.get("DEEPINFER_KERNELS_LIBRARIES")
+    if allowed is not None and name not in (word.strip() for word in allowed.split(",")):
+        return Library(name, None, f"{name} is not in DEEPINFER_KERNELS_LIBRARIES={allowed!r}")
     reasons = []
     for path in _LIBRARIES[name]:
         try:
