@@ -2,8 +2,9 @@
 # pyrefly: ignore-errors
 """Beside FlashMLA and DeepGEMM (the user's own, or vLLM's copies): each checked, then timed in one run with our nearest op.
 
-`python benchmarks/cases/gpu_libraries.py PART... [--warm-up]`, parts: table, decode, prefill, product, indexer, dense, experts,
-seam. What differs in format stands in the row; `--warm-up` only calls DeepGEMM, for what it compiles. Libraries are called as an engine would: lists prepared, FlashMLA's schedule kept between calls.
+`python benchmarks/cases/gpu_libraries.py PART... [--warm-up [WHAT]]`, parts: table, decode, prefill, product, indexer, dense,
+experts, seam. What differs in format stands in the row. Libraries are called as an engine would: lists prepared, FlashMLA's
+schedule kept between calls. A warm-up only compiles.
 """
 
 from __future__ import annotations
@@ -21,17 +22,29 @@ SCALE = 512**-0.5
 
 
 class Rows:
-    """Records a line for each way; without a recorder it only calls DeepGEMM, all of it or the one call of a number."""
+    """Records a line for each way; without a recorder it only calls what a word names.
 
-    def __init__(self, recorder: Recorder | None, only: int | None = None) -> None:
-        self.recorder, self.only, self.calls = recorder, only, 0
+    Args:
+        recorder: Times and prints; None times nothing.
+        warm_up: `ours`, `all` of DeepGEMM, or a number: that call of DeepGEMM's alone (each compiles for many seconds).
+    """
+
+    def __init__(self, recorder: Recorder | None, warm_up: str | None = None) -> None:
+        self.recorder, self.warm_up, self.calls = recorder, warm_up, 0
+        self.ours = recorder is not None or warm_up == "ours"
+
+    def _wants(self, op: str, kernel: str) -> bool:
+        library = op if op in ("DeepGEMM", "FlashMLA") else kernel
+        self.calls += library == "DeepGEMM"
+        if self.recorder is not None:
+            return True
+        if self.warm_up == "ours":
+            return library not in ("DeepGEMM", "FlashMLA")
+        return library == "DeepGEMM" and self.warm_up in ("all", str(self.calls - 1))
 
     def add(self, op, shape, kernel, call, *, nbytes, flops=0.0, check=None, **extra) -> None:
-        if self.recorder is None:
-            compiles = "DeepGEMM" in (op, kernel)
-            self.calls += compiles
-            if not compiles or self.only not in (None, self.calls - 1):
-                return
+        if not self._wants(op, kernel):
+            return
         try:
             out = call()
             torch.cuda.synchronize()
@@ -245,7 +258,7 @@ def grouped_experts(rows: Rows) -> None:
         counts = ids.flatten().bincount(minlength=count)
         flops, active = t * TOP_K * 3 * INTER * HIDDEN * 2, int((counts > 0).sum())
         shape = f"t={t} {active}/{count} experts"
-        if rows.recorder:
+        if rows.ours:
             packed = make_experts(count)[1]
             x = torch.randn(t, HIDDEN, device="cuda").bfloat16()
             rows.add("ours", shape, "MXFP4 x bf16, the whole op",
@@ -291,7 +304,7 @@ def indexer(rows: Rows) -> None:
     t, entries, pages = 64, 65536, 16384
     table = torch.stack([torch.randperm(pages, device="cuda")[: entries // 64] for _ in range(t)]).int()
     flops = 2 * t * entries * 32 * 128
-    if rows.recorder:
+    if rows.ours:
         pool = torch.randint(0, 256, (pages, 64, 68), dtype=torch.uint8, device="cuda")
         pool[..., 64:] = torch.randint(118, 124, (pages, 64, 4), dtype=torch.uint8, device="cuda")
         rounded, index = records.new_pool(t * 32, "mxfp4", 128, "cuda"), torch.arange(t * 32, device="cuda")
@@ -348,10 +361,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     recorder = None if options.warm_up else Recorder("libraries_" + "_".join(options.parts))
-    only = None if options.warm_up in (None, "all") else int(options.warm_up)
     for part in options.parts:
         try:
-            PARTS[part](Rows(recorder, only))
+            PARTS[part](Rows(recorder, options.warm_up))
         except Exception as failure:  # of one part; the others are timed
             print(f"{part} FAILED {type(failure).__name__}: {str(failure)[:400]}", flush=True)
     if recorder:
