@@ -109,13 +109,21 @@ def attend(q, values, slots, sink) -> torch.Tensor:
 
 
 def decode(rows: Rows) -> None:
-    """Sparse decode: 640 keys a query."""
+    """Sparse decode: 640 keys a query as V4.1 has, and the 128 heads and 2,048 keys that FlashMLA was made for."""
     flash = library("flash_mla")
-    for b, heads in ((64, 64), (16, 64), (1, 64), (64, 128)):
-        print(f"-- b={b}, {heads} heads, 640 keys")
-        shape, flops = f"b={b} h={heads} keys=640", b * heads * 640 * 512 * 4
-        io, total = b * heads * 2048, max(b * 640, 4096)
-        for window, selected in ((128, 512), (640, 0)):
+    shapes = (
+        (1, 64, 640),
+        (16, 64, 640),
+        (64, 64, 640),
+        (128, 64, 640),
+        (256, 64, 640),
+        (64, 128, 640),
+        (128, 128, 2048),
+    )
+    for b, heads, keys in shapes:
+        shape, flops = f"b={b} h={heads} keys={keys}", b * heads * keys * 512 * 4
+        io, total = b * heads * 2048, max(b * keys, 4096)
+        for window, selected in ((128, keys - 128), (keys, 0)):
             case = make_case(b, heads, window=window, selected=selected)
             want = reference.sparse_mla_decode(**case, dtype=torch.float32)[0]
             rows.add("ours", shape, f"528 B x {window} + 288 B x {selected}",
@@ -123,7 +131,7 @@ def decode(rows: Rows) -> None:
                      nbytes=io + b * (window * 528 + selected * 288), flops=flops,
                      check=lambda out, want=want: relative_error(out, want))  # fmt: skip
         sink = case["sink"]
-        slots = torch.randperm(total, device="cuda")[: b * 640].view(b, 1, 640).int()
+        slots = torch.randperm(total, device="cuda")[: b * keys].view(b, 1, keys).int()
 
         pool, values = planar_pool(total)
         cache = pool.as_strided((len(pool), 64, 1, 584), (37440, 584, 584, 1))
@@ -133,22 +141,22 @@ def decode(rows: Rows) -> None:
         one, two = flash.get_mla_metadata()[0], flash.get_mla_metadata()[0]
         first, rest = slots[..., :128].contiguous(), slots[..., 128:].contiguous()
         common = {"softmax_scale": SCALE, "is_fp8_kvcache": True, "attn_sink": sink}
-        rows.add("FlashMLA", shape, "584 B x 640 (V4)",
+        rows.add("FlashMLA", shape, f"584 B x {keys} (V4)",
                  lambda: flash.flash_mla_with_kvcache(q, cache, None, None, 512, one, indices=slots, **common),
-                 nbytes=io + b * 640 * 584, flops=flops, check=check)  # fmt: skip
-        rows.add("FlashMLA", shape, "584 B x 128 + 512 (V4)",
+                 nbytes=io + b * keys * 584, flops=flops, check=check)  # fmt: skip
+        rows.add("FlashMLA", shape, f"584 B x 128 + {keys - 128} (V4)",
                  lambda: flash.flash_mla_with_kvcache(q, cache, None, None, 512, two, indices=first, extra_k_cache=cache,
                                                       extra_indices_in_kvcache=rest, **common),
-                 nbytes=io + b * 640 * 584, flops=flops, check=check)  # fmt: skip
+                 nbytes=io + b * keys * 584, flops=flops, check=check)  # fmt: skip
 
         pool, values = wide_pool(total)
         wide = torch.randn(b, 1, heads, 576, device="cuda").bfloat16()
         want = attend(wide[:, 0], values, slots[:, 0], sink)
         plan = flash.get_mla_metadata()[0]
-        rows.add("FlashMLA", shape, "656 B x 640 (V3.2)",
+        rows.add("FlashMLA", shape, f"656 B x {keys} (V3.2)",
                  lambda: flash.flash_mla_with_kvcache(wide, pool, None, None, 512, plan, indices=slots,
                                                       **(common | {"softmax_scale": 576**-0.5})),
-                 nbytes=io + b * (heads * 128 + 640 * 656), flops=b * heads * 640 * (576 + 512) * 2,
+                 nbytes=io + b * (heads * 128 + keys * 656), flops=b * heads * keys * (576 + 512) * 2,
                  check=lambda out, want=want: relative_error(out[0][:64, 0], want))  # fmt: skip
 
 
@@ -164,6 +172,16 @@ def prefill(rows: Rows) -> None:
              check=lambda out: relative_error(out[:64], want))  # fmt: skip
     q, sink = case["q"], case["sink"]
     lists = torch.cat((case["window_slots"], case["compressed_slots"] + 4096), 1)
+    sources = (("window_pool", "fp8"), ("compressed_pool", "nvfp4"))
+    parts = [(case[name], torch.arange(len(case[name]), device="cuda"), fmt) for name, fmt in sources]
+
+    def through_workspace() -> torch.Tensor:
+        records = torch.cat([kernels.kv_gather(*part, 512, torch.bfloat16) for part in parts])
+        return attention.sparse_mla_prefill(q, records, lists, sink, scale=SCALE, kernel="flash_mla")
+
+    rows.add("FlashMLA", shape, "all records to a workspace first", through_workspace,
+             nbytes=io + 32768 * 288 + 4096 * 528, flops=flops,
+             check=lambda out: relative_error(out[:64], want))  # fmt: skip
     kv = torch.randn(36864, 512, device="cuda").bfloat16()
     exact = attend(q, kv.float(), lists, sink)
     common = {"nbytes": io + kv.numel() * 2, "flops": flops}
@@ -234,7 +252,7 @@ def dense(rows: Rows) -> None:
     natural = mx.mx_weights(raw, torch.full((1, n, k // 32), 118, dtype=torch.uint8, device="cuda"), fp4=False)
     packed, plain = mx.pack_sm90(natural), torch.randn(n, k, device="cuda").bfloat16()
     w = fp8_blocks(n, k)
-    for t in (64, 1024, 4096):
+    for t in (8, 64, 1024, 4096):
         x, shape, flops = torch.randn(t, k, device="cuda").bfloat16(), f"wo_b t={t} {n}x{k}", 2 * t * n * k
         rows.add("ours", shape, "MXFP8 x bf16", lambda: kernels.mx_linear(x, packed),
                  nbytes=n * k * 33 / 32 + t * (n + k) * 2, flops=flops)  # fmt: skip
@@ -294,6 +312,16 @@ def grouped_experts(rows: Rows) -> None:
             rows.add("DeepGEMM", shape, f"FP8 x FP8, {name} alone", call,
                      nbytes=active * n * k + t * TOP_K * (2 * n + k), flops=few, check=check)  # fmt: skip
             del w, a, out
+            if t >= count:
+                w = torch.randn(count, n, k, device="cuda", dtype=torch.bfloat16)
+                a = torch.randn(len(layout), k, device="cuda", dtype=torch.bfloat16)
+                out = torch.empty(len(layout), n, dtype=torch.bfloat16, device="cuda")
+                want = a[few_rows].float() @ w[0].float().t()
+                rows.add("DeepGEMM", shape, f"bf16 x bf16, {name} alone",
+                         lambda: gemm.m_grouped_bf16_gemm_nt_contiguous(a, w, out, layout) or out,
+                         nbytes=active * n * k * 2 + t * TOP_K * (n + k) * 2, flops=few,
+                         check=lambda out: relative_error(out[: len(want)], want))  # fmt: skip
+                del w, a, out
 
 
 def indexer(rows: Rows) -> None:

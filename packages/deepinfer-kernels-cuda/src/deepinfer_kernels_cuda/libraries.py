@@ -36,7 +36,10 @@ APART: dict[tuple[str, str], str] = {
     ("deep_gemm", "mhc_step"): "its whole seam is for 10.0; 9.0 has the product of the streams alone",
 }
 #: Compared with the portable op on a card (vLLM 0.33.0's copies), by compute capability.
-RAN: dict[tuple[str, str], tuple[int, ...]] = {}
+RAN: dict[tuple[str, str], tuple[int, ...]] = {
+    ("flash_mla", "sparse_mla_decode_v4"): (90,),
+    ("flash_mla", "sparse_mla_prefill"): (90,),
+}
 _HEADS = (64, 128)
 #: Keys of a tile of FlashMLA's: its kernels end the process where a list is no multiple (of two tiles at prefill).
 _KEYS = 64
