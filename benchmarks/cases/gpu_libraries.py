@@ -185,11 +185,12 @@ def prefill(rows: Rows) -> None:
     kv = torch.randn(36864, 512, device="cuda").bfloat16()
     exact = attend(q, kv.float(), lists, sink)
     common = {"nbytes": io + kv.numel() * 2, "flops": flops}
-    check = lambda out: relative_error(out[:64], exact)  # noqa: E731
-    for kernel in ("portable", "flash_mla"):
-        rows.add("sparse_mla_prefill", shape, f"workspace, {kernel}",
-                 lambda kernel=kernel: attention.sparse_mla_prefill(q, kv, lists, sink, scale=SCALE, kernel=kernel),
-                 check=check, **common)  # fmt: skip
+    for few in (1, 8, 64, 512, t):
+        for kernel in ("portable", "flash_mla"):
+            rows.add("sparse_mla_prefill", f"t={few} h=64 keys=640", f"workspace, {kernel}",
+                     lambda: attention.sparse_mla_prefill(q[:few], kv, lists[:few], sink, scale=SCALE, kernel=kernel),
+                     nbytes=few * 64 * 2048 + min(few * 640, len(kv)) * 1024, flops=few * 64 * 640 * 2048,
+                     check=lambda out: relative_error(out[:64], exact[:few]))  # fmt: skip
     ready = lists.unsqueeze(1).contiguous()
     rows.add("FlashMLA", shape, "workspace, 512 wide",
              lambda: flash.flash_mla_sparse_fwd(q, kv.unsqueeze(1), ready, SCALE, 512, sink),

@@ -39,6 +39,7 @@ APART: dict[tuple[str, str], str] = {
 RAN: dict[tuple[str, str], tuple[int, ...]] = {
     ("flash_mla", "sparse_mla_decode_v4"): (90,),
     ("flash_mla", "sparse_mla_prefill"): (90,),
+    ("deep_gemm", "product"): (90,),
 }
 _HEADS = (64, 128)
 #: Keys of a tile of FlashMLA's: its kernels end the process where a list is no multiple (of two tiles at prefill).
