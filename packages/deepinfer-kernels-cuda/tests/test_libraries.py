@@ -65,7 +65,7 @@ def flash_mla_functions(seen: dict):
         assert attn_sink is None or attn_sink.dtype == torch.float32
         for lists, cache in ((indices, k_cache), (extra_indices_in_kvcache, extra_k_cache)):
             if lists is not None:
-                assert lists.shape[2] % 64 == 0  # the kernel ends the process otherwise
+                assert lists.shape[2] % 64 == 0  # the kernel refuses others
                 assert lists.is_contiguous()
                 assert -1 <= lists.min() <= lists.max() < cache.shape[0] * cache.shape[1]  # others are read unchecked
         assert all(stride % 8 == 0 for stride in q.stride()[:-1])

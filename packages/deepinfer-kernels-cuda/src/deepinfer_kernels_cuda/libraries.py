@@ -42,7 +42,7 @@ RAN: dict[tuple[str, str], tuple[int, ...]] = {
     ("deep_gemm", "product"): (90,),
 }
 _HEADS = (64, 128)
-#: Keys of a tile of FlashMLA's: its kernels end the process where a list is no multiple (of two tiles at prefill).
+#: Keys of a tile of FlashMLA's: its kernels refuse a list that is no multiple (of two tiles at prefill).
 _KEYS = 64
 
 
