@@ -1,13 +1,18 @@
 """Calls into third-party libraries against fakes that have the released signatures and check what the real code checks.
 
 Signatures: FlashMLA as vendored by vLLM 0.33, DeepGEMM 2.8 (`bf16_gemm_nt`), DeepEP V2 (`ElasticBuffer`). The libraries
-themselves were not run.
+themselves run on a GPU only: `tests/conformance/kernels`. Where vLLM is installed, the fakes' signatures are held against its
+copies' sources.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
 import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,7 +20,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from deepinfer_kernels_cuda import capability, libraries, providers  # noqa: E402
+from deepinfer_kernels_cuda import attention, capability, libraries, providers  # noqa: E402
 from deepinfer_kernels_cuda.errors import ArgumentError, UnsupportedDeviceError  # noqa: E402
 from deepinfer_kernels_cuda.layouts import V4  # noqa: E402
 from deepinfer_kernels_cuda.parallel import ExpertParallel  # noqa: E402
@@ -45,7 +50,7 @@ def flash_mla_functions(seen: dict):
 
     def flash_mla_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
-        causal=False, is_fp8_kvcache=False, indices: Any = None, attn_sink: Any = None, extra_k_cache=None,
+        causal=False, is_fp8_kvcache=False, indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None,
         extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None, out=None, enable_batch_invariant=False,
     ):  # fmt: skip
         b, s_q, heads, width = q.shape
@@ -57,11 +62,33 @@ def flash_mla_functions(seen: dict):
         assert k_cache.shape[2] == 1
         assert indices.dtype == torch.int32
         assert indices.shape[:2] == (b, 1)
-        assert attn_sink.dtype == torch.float32
-        seen.update(k_cache=k_cache, extra=extra_k_cache, extra_indices=extra_indices_in_kvcache, scale=softmax_scale)
+        assert attn_sink is None or attn_sink.dtype == torch.float32
+        for lists, cache in ((indices, k_cache), (extra_indices_in_kvcache, extra_k_cache)):
+            if lists is not None:
+                assert lists.shape[2] % 64 == 0  # the kernel refuses others
+                assert lists.is_contiguous()
+                assert -1 <= lists.min() <= lists.max() < cache.shape[0] * cache.shape[1]  # others are read unchecked
+        assert all(stride % 8 == 0 for stride in q.stride()[:-1])
+        seen.update(k_cache=k_cache, indices=indices, schedule=tile_scheduler_metadata)
+        seen.update(extra=extra_k_cache, extra_indices=extra_indices_in_kvcache, scale=softmax_scale)
         return q.new_full((b, 1, heads, head_dim_v), 2.0), torch.zeros(b, heads, 1)
 
-    return {"get_mla_metadata": get_mla_metadata, "flash_mla_with_kvcache": flash_mla_with_kvcache}
+    def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink: Any = None, topk_length=None, out=None):
+        t, heads, width = q.shape
+        assert kv.shape[1:] == (1, width)
+        assert kv.dtype == torch.bfloat16
+        assert indices.dtype == torch.int32
+        assert indices.shape[:2] == (t, 1)
+        assert indices.shape[2] % 128 == 0
+        assert d_v == 512
+        assert attn_sink.dtype == torch.float32
+        seen.update(indices=indices, scale=sm_scale)
+        return q.new_full((t, heads, d_v), 3.0), torch.zeros(t, heads), torch.zeros(t, heads)
+
+    return {
+        "get_mla_metadata": get_mla_metadata, "flash_mla_with_kvcache": flash_mla_with_kvcache,
+        "flash_mla_sparse_fwd": flash_mla_sparse_fwd,
+    }  # fmt: skip
 
 
 def test_flash_mla_reads_our_records(fake) -> None:
@@ -85,7 +112,8 @@ def test_flash_mla_reads_our_records(fake) -> None:
     assert lse.shape == (3, 64)
     assert seen["k_cache"].shape == (4, 32, 1, 528)
     assert seen["extra"].shape == (4, 32, 1, 288)
-    assert seen["extra_indices"].shape == (3, 1, 7)
+    assert seen["extra_indices"].shape == (3, 1, 64)
+    assert (seen["extra_indices"][..., 7:] == -1).all()
     assert seen["scale"] == 0.5
     with pytest.raises(ArgumentError, match="64 or 128 heads"):
         libraries.flash_mla_decode(q[:, :7], window, slots, sink, scale=0.5)
@@ -96,11 +124,50 @@ def test_flash_mla_reads_planar_records(fake) -> None:
     fake("flash_mla", 90, **flash_mla_functions(seen))
     pool = torch.zeros(5, V4.page_bytes(64), dtype=torch.uint8)
     q, slots = torch.zeros(2, 128, 512, dtype=torch.bfloat16), torch.zeros(2, 16, dtype=torch.int32)
+    slots[1, 3:6] = torch.tensor([5 * 64, -7, 5 * 64 - 1])
     assert libraries.flash_mla_decode_v4(q, pool, slots, torch.zeros(128), scale=1.0).shape == (2, 128, 512)
+    assert seen["indices"][1, 0, 3:6].tolist() == [-1, -1, 5 * 64 - 1]
     assert seen["k_cache"].shape == (5, 64, 1, 584)
     assert seen["k_cache"].stride() == (V4.page_bytes(64), 584, 584, 1)
+    schedule = libraries.flash_mla_schedule(CPU)
+    extra = {"compressed_pool": pool[:3], "compressed_slots": slots[:, :0]}
+    libraries.flash_mla_decode_v4(q, pool, slots, None, scale=1.0, schedule=schedule, **extra)
+    assert seen["schedule"] is schedule
+    assert seen["extra"].shape == (3, 64, 1, 584)
+    assert seen["extra_indices"].shape == (2, 1, 64)
+    none, lse = libraries.flash_mla_decode_v4(q[:0], pool, slots[:0], None, scale=1.0, return_lse=True)
+    assert (none.shape, lse.shape) == ((0, 128, 512), (0, 128))
+    with pytest.raises(ArgumentError, match="pool pages have 37376 bytes"):
+        libraries.flash_mla_decode_v4(q, pool[:, : 64 * 584], slots, None, scale=1.0)
     with pytest.raises(UnsupportedDeviceError, match=r"built for 10\.0, not for compute capability 9\.0"):
         libraries.flash_mla_decode(q, pool, slots, None, scale=1.0)
+
+
+def test_flash_mla_prefills_a_workspace(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict = {}
+    fake("flash_mla", 90, **flash_mla_functions(seen))
+    wide = torch.zeros(5, 64, 520, dtype=torch.bfloat16)
+    q, kv, sink = wide[..., 4:516], torch.zeros(40, 512, dtype=torch.bfloat16), torch.zeros(64).double()
+    indices = torch.arange(5 * 130).view(5, 130) - 3
+    out = attention.sparse_mla_prefill(q, kv, indices, sink, scale=0.25, kernel="flash_mla")
+    assert (out == 3).all()
+    assert seen["scale"] == 0.25
+    assert seen["indices"].shape == (5, 1, 256)
+    assert seen["indices"][0, 0, :5].tolist() == [-1, -1, -1, 0, 1]
+    assert (seen["indices"][0, 0, 43:] == -1).all()
+    assert (libraries.flash_mla_prefill(q, kv[:0], indices, sink, scale=1.0) == 0).all()
+    # By default the faster one runs, measured once for a power of two of tokens; others than 64 or 128 heads are ours.
+    asked: list = []
+    monkeypatch.setattr(
+        attention.measured, "choose", lambda key, ways, device: asked.append((key, set(ways))) or "flash_mla"
+    )
+    assert (attention.sparse_mla_prefill(q, kv, indices, sink, scale=0.25) == 3).all()
+    assert asked == [(("sparse_mla_prefill", 8, 64, 130), {"portable", "flash_mla"})]
+    assert "64 or 128 heads" in str(libraries.prefill_reason(q[:, :7], kv))
+    assert libraries.prefill_reason(q, kv) is None
+    assert libraries.prefill_reason(q.float(), kv.float()) is not None
+    with pytest.raises(ArgumentError, match="allowed: portable, flash_mla"):
+        attention.sparse_mla_prefill(q, kv, indices, sink, scale=0.25, kernel="flash")
 
 
 def test_deep_gemm_product(fake) -> None:
@@ -123,6 +190,53 @@ def test_an_unnamed_architecture_is_refused(fake) -> None:
         assert "not for compute capability 12.0" in reason
         assert 120 not in archs
     assert "has no mega_moe" in str(libraries.library_reason("deep_gemm", "mega_moe", CPU))
+
+
+def test_the_table_tells_every_copy_or_the_reason(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    fake("flash_mla", 90, **flash_mla_functions({}), __version__="1.2")
+    rows = {(row.library, row.op): row for row in libraries.library_table(CPU)}
+    assert set(rows) == set(libraries.SUPPORT) | set(libraries.APART)
+    assert rows["flash_mla", "sparse_mla_decode_v4"].copy == "flash_mla (flash_mla 1.2)"
+    assert rows["flash_mla", "sparse_mla_decode_v4"].reason is None
+    assert "built for 10.0" in str(rows["flash_mla", "sparse_mla_decode"].reason)
+    assert "deep_ep: ModuleNotFoundError" in str(rows["deep_ep", "ExpertParallel"].reason)
+    assert "its FP4 keys are for 10.0" in str(rows["deep_gemm", "indexer_logits"].reason)
+    assert all((row.copy is None) == (row.reason is not None) for row in rows.values())
+    for pair, archs in libraries.RAN.items():
+        assert set(archs) <= set(libraries.SUPPORT[pair]) & set(capability.RUN_ON)
+
+
+def test_libraries_can_be_left_out(fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPINFER_KERNELS_LIBRARIES", "deep_gemm, deep_ep")
+    fake("flash_mla", 90, **flash_mla_functions({}))
+    assert "not in DEEPINFER_KERNELS_LIBRARIES" in str(
+        libraries.library_reason("flash_mla", "sparse_mla_decode_v4", CPU)
+    )
+    monkeypatch.setenv("DEEPINFER_KERNELS_LIBRARIES", "flash_mla")
+    providers.find_library.cache_clear()
+    assert libraries.library_reason("flash_mla", "sparse_mla_decode_v4", CPU) is None
+
+
+def vllm_source(path: str) -> dict[str, ast.FunctionDef]:
+    """Functions of a file of an installed vLLM by name, without an import (that needs a GPU's driver)."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    tree = ast.parse((Path(spec.origin).parent / path).read_text())
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def names(function: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in function.args.args]
+
+
+def test_fakes_have_the_signatures_of_vllms_copies() -> None:
+    theirs = vllm_source("third_party/flashmla/flash_mla_interface.py")
+    for name, ours in flash_mla_functions({}).items():
+        if name != "get_mla_metadata":
+            assert list(inspect.signature(ours).parameters) == names(theirs[name])
+    assert names(vllm_source("third_party/deep_gemm/_C.py")["bf16_gemm_nt"])[:3] == ["a", "b", "d"]
 
 
 class ElasticBuffer:

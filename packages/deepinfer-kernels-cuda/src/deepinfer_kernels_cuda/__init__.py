@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from .attention import sparse_mla_decode, sparse_mla_prefill
     from .dense import dense_linear
     from .experts import PackedExperts, moe_experts, prepare_experts
-    from .libraries import DeepEpParallel, flash_mla_decode, flash_mla_decode_v4, library_reason
+    from .libraries import (
+        DeepEpParallel,
+        LibraryRow,
+        flash_mla_decode,
+        flash_mla_decode_v4,
+        flash_mla_prefill,
+        flash_mla_schedule,
+        library_reason,
+        library_table,
+    )
     from .llama import MarkovStep, markov_step, paged_gqa
     from .llama_rows import argmax, cache_slots, llama_norm, rope_insert, silu_mul
     from .mhc import HyperMix, MhcStep, mhc_collapse, mhc_post, mhc_pre, mhc_step
@@ -89,9 +98,13 @@ _LAZY = {
     "v4_gather": "records",
     "v4_insert": "records",
     "DeepEpParallel": "libraries",
+    "LibraryRow": "libraries",
     "flash_mla_decode": "libraries",
     "flash_mla_decode_v4": "libraries",
+    "flash_mla_prefill": "libraries",
+    "flash_mla_schedule": "libraries",
     "library_reason": "libraries",
+    "library_table": "libraries",
     "candidate_mask": "selection",
     "indexer_logits": "selection",
     "Verification": "sampling",
@@ -127,6 +140,7 @@ __all__ = [
     "ExpertParallel",
     "HyperMix",
     "KernelError",
+    "LibraryRow",
     "MarkovStep",
     "MeasuredChoice",
     "MhcStep",
@@ -154,6 +168,8 @@ __all__ = [
     "find_library",
     "flash_mla_decode",
     "flash_mla_decode_v4",
+    "flash_mla_prefill",
+    "flash_mla_schedule",
     "grouped_output",
     "indexer_logits",
     "is_supported",
@@ -161,6 +177,7 @@ __all__ = [
     "kv_insert",
     "latent_insert",
     "library_reason",
+    "library_table",
     "llama_norm",
     "markov_step",
     "mhc_collapse",

@@ -9,7 +9,9 @@ import torch
 from .capability import device_arch, sm_count
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .layouts import FP8, NVFP4, PoolView, pool_view
+from .libraries import flash_mla_prefill, prefill_reason
 from .native import NativeKernel, native_reason
+from .providers import measured
 
 _LOG2E = 1.4426950408889634
 _INDEX_DTYPES = (torch.int32, torch.int64)
@@ -167,7 +169,13 @@ def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out
 
 
 def sparse_mla_prefill(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sink: torch.Tensor | None, *, scale: float
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sink: torch.Tensor | None,
+    *,
+    scale: float,
+    kernel: str | None = None,
 ) -> torch.Tensor:
     """Attention of single queries over a dense workspace (window rows and compressed entries together).
 
@@ -177,12 +185,15 @@ def sparse_mla_prefill(
         indices: int32 or int64 [t, l] into kv; -1 or out of range = absent.
         sink: float32 [heads] or None.
         scale: Logit scale.
+        kernel: `portable` or `flash_mla`; default the one that measures faster, once a power of two of tokens.
 
     Returns:
         [t, heads, n] in q's dtype, not yet rotated back.
-    """
-    from .kernels.sparse_mla import sparse_mla_workspace_kernel
 
+    Raises:
+        ArgumentError: Shapes, dtypes or strides that the kernels do not take.
+        UnsupportedDeviceError: `flash_mla` by name, where it is not.
+    """
     require_dims("q", q, 3)
     require_dims("kv", kv, 2)
     require_inner("q", q)
@@ -192,10 +203,24 @@ def sparse_mla_prefill(
     require(1 <= heads <= 128, f"q has {heads} heads; allowed: 1..128")
     require(kv.shape[1] == n, f"kv has {kv.shape[1]} channels; q has {n}")
     require_same_device(q, kv, indices, sink)
+    require(kernel in (None, "portable", "flash_mla"), f"kernel is {kernel!r}; allowed: portable, flash_mla")
+    if not t:
+        return torch.empty_like(q)
+    ways = {"portable": lambda: _prefill_portable(q, kv, indices, sink, scale)}
+    if kernel == "flash_mla" or (kernel is None and prefill_reason(q, kv) is None):
+        ways["flash_mla"] = lambda: flash_mla_prefill(q, kv, indices, sink, scale=scale)
+    if kernel is None:
+        key = ("sparse_mla_prefill", 1 << (t - 1).bit_length(), heads, indices.shape[1])
+        kernel = measured.choose(key, ways, q.device) if len(ways) > 1 else "portable"
+    return ways[kernel]()
+
+
+def _prefill_portable(q, kv, indices, sink, scale) -> torch.Tensor:
+    from .kernels.sparse_mla import sparse_mla_workspace_kernel
+
+    t, heads, n = q.shape
     out = torch.empty_like(q)
     lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
-    if not t:
-        return out
     wide = q.dtype == torch.float32
     bh = 16 if heads <= 16 or wide else min(64, 1 << math.ceil(math.log2(heads)))
     sparse_mla_workspace_kernel[(t, -(-heads // bh))](

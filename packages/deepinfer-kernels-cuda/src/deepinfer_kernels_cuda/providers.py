@@ -27,6 +27,10 @@ _LIBRARIES = {
 }
 
 
+#: Cycles of a device that the host is ahead when a call is timed: about a millisecond.
+_HEAD_START = 2_000_000
+
+
 @dataclass(frozen=True)
 class Library:
     """A third-party library: the module it was found as, or why it is not there."""
@@ -41,12 +45,16 @@ def find_library(name: str) -> Library:
     """Import `deep_gemm`, `flash_mla` or `deep_ep` from wherever it is.
 
     Any failure of an import is a reason, not an error: vendored builds fail in many ways (missing symbols, wrong torch).
+    `DEEPINFER_KERNELS_LIBRARIES`, where set, names the libraries that may be used, with commas; empty means none.
 
     Raises:
         ArgumentError: Unknown library.
     """
     if name not in _LIBRARIES:
         raise ArgumentError(f"library {name!r} is not one of {', '.join(_LIBRARIES)}")
+    allowed = os.environ.get("DEEPINFER_KERNELS_LIBRARIES")
+    if allowed is not None and name not in (word.strip() for word in allowed.split(",")):
+        return Library(name, None, f"{name} is not in DEEPINFER_KERNELS_LIBRARIES={allowed!r}")
     reasons = []
     for path in _LIBRARIES[name]:
         try:
@@ -57,7 +65,7 @@ def find_library(name: str) -> Library:
 
 
 def _microseconds(fn: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Least time of a call, microseconds; device events on CUDA, the clock elsewhere."""
+    """Least time of a call, microseconds; of the device's own work on CUDA, by the clock elsewhere."""
     fn()
     if device.type != "cuda":
         times = []
@@ -66,15 +74,20 @@ def _microseconds(fn: Callable[[], Any], device: torch.device, repeats: int = 5)
             fn()
             times.append((time.perf_counter() - begin) * 1e6)
         return min(times)
-    begin_event, end_event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(repeats):
-        begin_event.record()
-        fn()
-        end_event.record()
-        end_event.synchronize()
-        times.append(begin_event.elapsed_time(end_event) * 1e3)
-    return min(times)
+    with torch.cuda.device(device):
+        return min(_device_microseconds(fn) for _ in range(repeats))
+
+
+def _device_microseconds(fn: Callable[[], Any]) -> float:
+    """Time of one call's kernels: the device is kept busy for a millisecond, in which the host queues all of them."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_HEAD_START)
+    begin.record()
+    fn()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
 
 
 def _versions() -> str:
