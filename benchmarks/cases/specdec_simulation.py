@@ -96,8 +96,7 @@ def run(argv: list[str]) -> int:
         r = compare(load, max(args.steps, min(2000, 20_000 // rows)), args.seeds)
         barred = name in MIXED and rows >= MIXED[name]
         kept &= not barred or r["planned"] >= GAIN * r["fixed"]
-        if not load.tokens:
-            kept &= r["planned"] >= NOISE * r["production"] and r["live"] >= NOISE * r["paper"]
+        kept &= r["planned"] >= NOISE * r["production"] and r["live"] >= NOISE * r["paper"]
         if args.json:
             print(json.dumps({"load": name, "rows": rows, **r}), flush=True)
             continue

@@ -16,7 +16,7 @@ from deepinfer_specdec.scheduling.cost import CostCurve
 from deepinfer_specdec.scheduling.relay import Forecast, SurvivalRelay
 
 _CHOICES = 6  # row counts tried besides none and all
-_SELECTION_EDGE = 0.02  # fewer rows must promise this much more: levels are estimates
+_SELECTION_EDGE = 0.05  # fewer rows must promise this much more: levels are estimates, and left-out rows end later
 
 
 @dataclass(frozen=True, slots=True)
