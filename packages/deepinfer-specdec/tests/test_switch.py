@@ -62,7 +62,7 @@ def test_waiting_for_drafts_ends_and_is_no_failure() -> None:
     steps = 1
     while switch.wait(0.0625):
         steps += 1
-    assert steps == 4, "a forecast that nothing came of is worth half as long"
+    assert steps == 8, "a forecast that nothing came of is worth half as long"
 
 
 def test_forecasts_that_failed_are_trusted_less_but_never_for_good() -> None:
