@@ -50,7 +50,11 @@ def test_every_op_of_the_table_is_public() -> None:
 def test_splits_fill_the_chip_once() -> None:
     assert choose_splits(64, 1, 10, 132) == 2
     assert choose_splits(128, 1, 10, 132) == 1
+    assert choose_splits(32, 1, 10, 132) == 2, "31 clusters of four would not run at once"
+    assert choose_splits(15, 2, 10, 132) == 4
     assert choose_splits(16, 1, 10, 132) == 4
+    assert choose_splits(9, 1, 10, 132) == 4
+    assert choose_splits(8, 1, 10, 132) == 8
     assert choose_splits(1, 1, 10, 132) == 8
     assert choose_splits(64, 1, 2, 132) == 2
     assert choose_splits(1, 1, 1, 132) == 1

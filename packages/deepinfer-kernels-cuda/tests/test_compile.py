@@ -44,6 +44,18 @@ def test_products_of_the_experts_stay_under_way() -> None:
         assert waits == 6 * 9, "a wait a batch and one at the end of a stage"
 
 
+def test_products_of_sparse_mla_stay_under_way() -> None:
+    """Likewise: logits are queued behind a product, and a wait a product would take that away."""
+    if native_reason() is not None:
+        pytest.skip(native_reason())
+    sass = machine_text(compile_native("sparse_mla.cu", 90, ("SPLITS=4",)), "sparse_mla")
+    products, waits = (len(re.findall(word, sass)) for word in (r"\bHGMMA\b", r"\bWARPGROUP\.DEPBAR\b"))
+    assert products == 2 * 32 + 3 * 8, (
+        "logits with and without a product before them; three places that add a tile's product"
+    )
+    assert waits == 5, "a wait a batch"
+
+
 def test_names_are_unique() -> None:
     assert len({spec.name for spec in SPECS}) == len(SPECS)
 

@@ -17,8 +17,11 @@ _LOG2E = 1.4426950408889634
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-#: Keys of a tile, heads of a block, blocks that may share one query.
-_TILE, _HEADS, _CLUSTER = 64, 64, 8
+#: Keys of a tile, heads of a block.
+_TILE, _HEADS = 64, 64
+#: Blocks that may share one query, and up to how many queries (times blocks of heads) they do on 132 multiprocessors: more would
+#: not all run at once, since the blocks of a cluster lie in one group of 16 or 18 multiprocessors (of 8 no more were timed).
+_SPLITS = {2: 66, 4: 30, 8: 8}
 #: One build for each number of blocks that share a query.
 _SPARSE_MLA = {
     splits: NativeKernel(
@@ -29,20 +32,14 @@ _SPARSE_MLA = {
         shared=216 * 1024,
         defines=(f"SPLITS={splits}",),
     )
-    for splits in (1, 2, 4, 8)
+    for splits in (1, *_SPLITS)
 }
 
 
 def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
-    """Blocks of one cluster that share a query's keys: a power of two that fills the chip once, a tile a block or more.
-
-    Clusters of eight do not fill an H200 (its groups of multiprocessors have 16 or 18): they serve few queries only.
-    """
-    units = max(queries * head_blocks, 1)
-    splits = 1
-    while splits < _CLUSTER and 2 * splits * units <= (sms if splits < 4 else sms // 2) and 2 * splits <= tiles:
-        splits *= 2
-    return splits
+    """Blocks of one cluster that share a query's keys: as many as run at once, a tile a block or more."""
+    units = queries * head_blocks
+    return max((n for n, most in _SPLITS.items() if 132 * units <= most * sms and n <= tiles), default=1)
 
 
 def _check(q: torch.Tensor, slots: torch.Tensor, name: str) -> None:

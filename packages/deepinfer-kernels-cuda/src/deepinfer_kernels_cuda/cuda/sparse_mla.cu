@@ -21,8 +21,8 @@ constexpr float TWO_60 = 1152921504606846976.0f, TWO_66 = 73786976294838206464.0
 struct Shared {
     u8 query[TILE_BYTES];    // later: slices of the other blocks' results, where they have sent them; without others, the output
     u8 keys[2][TILE_BYTES];  // later, in a cluster: the output, on its way out
-    u32 weights[2048];
-    float4 peers[8][64];  // of each other block and head: maximum, sum, factor that its slice is to be multiplied by
+    u32 weights[2048];       // probabilities, rows of 128 bytes as an operand
+    float4 peers[SIZE][64];  // of each other block and head: maximum, sum, factor that its slice is to be multiplied by
     float bias[2][TILE];
     float top[2][64];
     float sum[2][64];
@@ -34,11 +34,14 @@ struct Records {
     i64 stride_page, stride_row, slots_stride;
     int keys, rows, page, page_shift, slots_are_long;  // page_shift < 0: the page is no power of two
 
-    __device__ __forceinline__ int slot(i64 query, int key) const {
-        if (key >= keys) return -1;
-        i64 at = query * slots_stride + key;
-        i64 value = slots_are_long ? static_cast<const i64*>(slots)[at] : static_cast<const int*>(slots)[at];
-        return value >= 0 && value < rows ? int(value) : -1;
+    // A slot as it is stored, in two words of which the second is zero where it fits one; not waited for. -1 without `there` or key.
+    __device__ __forceinline__ int2 slot(i64 query, int key, bool there) const {
+        there = there && key < keys;
+        const u8* at = static_cast<const u8*>(slots) + ((query * slots_stride + (there ? key : 0)) << (2 + slots_are_long));
+        int2 raw{-1, 0};
+        if (there) raw.x = *reinterpret_cast<const int*>(at);
+        if (there && slots_are_long) raw.y = *reinterpret_cast<const int*>(at + 4);
+        return raw;
     }
     __device__ __forceinline__ const u8* record(int slot) const {
         const int number = page_shift < 0 ? slot / page : slot >> page_shift;
@@ -85,7 +88,10 @@ struct Piece {
     u32 scale[UNITS];
 };
 struct Slots {
-    int of[ROWS];
+    int of[ROWS];  // negative: absent
+};
+struct StoredSlots {
+    int2 of[ROWS];
 };
 struct Step {
     int item, number;  // number: of the item's steps
@@ -97,7 +103,7 @@ __device__ __forceinline__ uint4 load_codes(const u8* p) { return __ldg(reinterp
 struct Producer {
     const Records &window, &extra;
     int items, stride, shift;  // an item is half a query if `shift`, else a query
-    int begin, extra_tiles, own_extra;  // first tile; tiles of the other pool in all; how many of them this block has
+    int begin, own_extra, window_begin;  // first tile of the other pool, how many of them this block has; first tile of the window
     int steps, warp, lane;
 
     static constexpr int PARTS = PRODUCERS / 4;  // warps that share a row of the window
@@ -115,16 +121,22 @@ struct Producer {
     __device__ __forceinline__ Step after(const Step& step) const {
         return step.number + 1 < steps ? Step{step.item, step.number + 1} : Step{step.item + stride, 0};
     }
-    __device__ __forceinline__ Slots slots(const Step& at) const {  // absent behind the last item
-        const int step = at.number, key = (begin + tile(step)) * TILE + row(step);
+    __device__ __forceinline__ StoredSlots stored_slots(const Step& at) const {
+        const int step = at.number, key = (in_window(step) ? window_begin + tile(step) - own_extra : begin + tile(step)) * TILE + row(step);
         const i64 query = at.item >> shift;
+        const bool there = at.item < items, in = in_window(step);
+        StoredSlots found;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (in) found.of[r] = window.slot(query, key, there);
+            else found.of[r] = extra.slot(query, key + 8 * r, there);
+        return found;
+    }
+    __device__ __forceinline__ Slots check(const Step& at, const StoredSlots& stored) const {
         Slots found;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r)
-            found.of[r] = at.item >= items   ? -1
-                          : !in_window(step) ? extra.slot(query, key + 8 * r)
-                          : r == 0           ? window.slot(query, key - extra_tiles * TILE)
-                                             : found.of[0];
+            found.of[r] = stored.of[r].y == 0 && u32(stored.of[r].x) < u32(in_window(at.number) ? window.rows : extra.rows) ? stored.of[r].x : -1;
         return found;
     }
 };
@@ -198,20 +210,23 @@ __device__ __forceinline__ void produce(Shared& s, const Producer& p, int item, 
     if (tiles == 0) return;
     Piece piece{};
     Step step{item, 0}, coming = p.after(step);
-    Slots slots = p.slots(step), coming_slots = p.slots(coming);
+    const StoredSlots stored = p.stored_slots(step), stored_coming = p.stored_slots(coming);
+    Slots slots = p.check(step, stored);
     const Source from(p, 0, slots);
 #pragma unroll
     for (int i = 0; i < UNITS; ++i) from.load(piece, i, slots);
+    Slots coming_slots = p.check(coming, stored_coming);
     int turn = 0;  // tiles before this item
 #pragma unroll 1
     while (step.item < p.items) {
         const int tile = turn + p.tile(step.number);
         if (p.starts_tile(step.number)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
         const Step later = p.after(coming);
-        const Slots later_slots = p.slots(later);
+        const StoredSlots stored_later = p.stored_slots(later);
         put(s, p, step.number, tile & 1, piece, slots, coming.number, coming_slots);
         if (coming.number == 0) turn += tiles;
-        step = coming, coming = later, coming_slots = later_slots;
+        step = coming, coming = later;
+        coming_slots = p.check(later, stored_later);
     }
 }
 
@@ -219,7 +234,7 @@ struct Output {
     u16* out;
     i64 stride_n, stride_h;
     float* lse;
-    const float* sink;
+    float sink[2];  // of this thread's rows, in powers of two
     int heads, first_head;
     i64 query;
 };
@@ -271,12 +286,13 @@ __device__ __forceinline__ void prefetch_query(const u16* q, i64 stride_h, int h
     }
 }
 
-// Queue the logits of a tile.
+// Queue products of the logits of a tile: those of 16 channels each from BEGIN to END of 32.
+template <int BEGIN, int END>
 __device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logit)[32]) {
     const u64 q = wgmma_operand(shared_address(s.query), 16, 1024), k = wgmma_operand(shared_address(s.keys[buffer]), 16, 1024);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
+    for (int i = BEGIN; i < END; ++i) {
         const int offset = ((i >> 2) * BLOCK + (i & 3) * 32) / 16;
         wgmma_shared(logit, operand_at(q, offset), operand_at(k, offset), i > 0);
     }
@@ -310,14 +326,18 @@ __device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int 
             p[2 * i + r] = pack_bf16(x, y);
         }
     }
-    const u32 target = shared_address(s.weights) + 16 * c.thread;
+    const u32 target = shared_address(s.weights) + c.row * 128 + (c.row & 7) * 16 + 4 * c.quad;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) store_shared4(target + 2048 * i, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
+    for (int i = 0; i < 8; ++i) {
+        store_shared(target ^ i * 16, p[2 * i]);
+        store_shared((target ^ i * 16) + 1024, p[2 * i + 1]);
+    }
+    fence_async_shared();
     named_arrive(2 + buffer, CONSUMERS);
 }
 
-// Queue o = o * 2^(old top - new top) + p * (this group's channels of the tile).
-__device__ __forceinline__ void start_product(Shared& s, Consumer& c, int buffer, const u32 (&p)[16], const float (&top)[2]) {
+// o = o * 2^(old top - new top).
+__device__ __forceinline__ void rescale(Consumer& c, const float (&top)[2]) {
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -329,13 +349,28 @@ __device__ __forceinline__ void start_product(Shared& s, Consumer& c, int buffer
 #pragma unroll
         for (int i = 0; i < 128; ++i) c.value(i) *= factor[(i >> 1) & 1];
     }
+}
+
+// Queue o += probabilities * (this group's channels of the tile): probabilities in registers, or the other group's.
+__device__ __forceinline__ void start_own_product(Shared& s, Consumer& c, int buffer, const u32 (&p)[16]) {
     const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + c.group * 4 * BLOCK, BLOCK, 1024);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int k = i & 3, half = i >> 2;
-        wgmma_across(c.o[half], p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], 
+        wgmma_across(c.o[half], p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3],
                      operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16), 1);
+    }
+    wgmma_commit();
+}
+__device__ __forceinline__ void start_other_product(Shared& s, Consumer& c, int buffer) {
+    const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + c.group * 4 * BLOCK, BLOCK, 1024);
+    const u64 p = wgmma_operand(shared_address(s.weights), 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int k = i & 3, half = i >> 2;
+        wgmma_across(c.o[half], operand_at(p, 2 * k), operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16), 1);
     }
     wgmma_commit();
 }
@@ -350,47 +385,55 @@ __device__ __forceinline__ void release_query(Shared& s, int rank) {
     if (lane < SIZE && lane != rank) peer_arrive(peer_address(shared_address(&s.ready), lane));
 }
 
-// Fragments of the other group's probabilities, and its maxima.
-__device__ __forceinline__ void take_probabilities(Shared& s, const Consumer& c, int buffer, u32 (&p)[16], float (&top)[2]) {
+// Wait for the other group's probabilities, take over its maxima.
+__device__ __forceinline__ void join_other(Shared& s, Consumer& c, int buffer) {
     named_sync(2 + buffer, CONSUMERS);
-    const u32 source = shared_address(s.weights) + 16 * c.thread;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint4 four = load_shared4(source + 2048 * i);
-        p[4 * i] = four.x, p[4 * i + 1] = four.y, p[4 * i + 2] = four.z, p[4 * i + 3] = four.w;
-    }
-    top[0] = s.top[buffer][c.row], top[1] = s.top[buffer][c.row + 8];
+    const float top[2] = {s.top[buffer][c.row], s.top[buffer][c.row + 8]};
+    rescale(c, top);
 }
 
-// A turn: the product of the other group's tile, then logits and product of the own one. Group 0 begins with half a turn, and one
-// of them ends with half a turn.
+// A turn: the product of the other group's tile with the logits of the own tile queued behind it, then the product of the own tile.
+// The buffer of the other's tile is given back under the first logits; a wait behind all of them would come to its turn only when most
+// are done. Group 0 begins without another's tile, and one of them ends with nothing but one. `turn`: tiles of the items before.
 __device__ __forceinline__ void consume(Shared& s, Consumer& c, int turn, int tiles, float scale, int rank) {
-    const int buffer = c.group, other = 1 - c.group, first = (c.group ^ turn) & 1;  // `turn`: tiles of the items before
+    const int buffer = c.group, other = 1 - c.group, first = (c.group ^ turn) & 1;
     if (SIZE > 1 && first >= tiles) release_query(s, rank);
 #pragma unroll 1
-    for (int own = first; own <= tiles; own += 2) {
+    for (int own = first; own < tiles; own += 2) {
+        const int parity = ((turn + own) >> 1) & 1;
         u32 p[16];
         float logit[32], top[2], sum[2];
         if (own > 0) {
-            take_probabilities(s, c, other, p, top);
-            start_product(s, c, other, p, top);
-            wgmma_wait<0>();
+            join_other(s, c, other);
+            start_other_product(s, c, other);
+            barrier_wait(shared_address(&s.full[buffer]), parity);
+            start_logits<0, 8>(s, buffer, logit);
+            wgmma_wait<1>();
             release(s, c, other);
+            start_logits<8, 32>(s, buffer, logit);
+            wgmma_wait<0>();
+        } else {
+            barrier_wait(shared_address(&s.full[buffer]), parity);
+            start_logits<0, 32>(s, buffer, logit);
+            wgmma_wait<0>();
         }
-        if (own == tiles) break;
-        barrier_wait(shared_address(&s.full[buffer]), ((turn + own) >> 1) & 1);
-        start_logits(s, buffer, logit);
-        wgmma_wait<0>();
         if (SIZE > 1 && own + 2 >= tiles) release_query(s, rank);
         probabilities(s, c, buffer, scale, logit, p, top, sum);
-        start_product(s, c, buffer, p, top);
+        rescale(c, top);
+        start_own_product(s, c, buffer, p);
         c.sum[0] += sum[0], c.sum[1] += sum[1];
         wgmma_wait<0>();
         release(s, c, buffer);
     }
+    if (tiles > 0 && c.group == ((turn + tiles) & 1)) {
+        join_other(s, c, other);
+        start_other_product(s, c, other);
+        wgmma_wait<0>();
+        release(s, c, other);
+    }
 }
 
-// Write COLUMNS channels, the values FIRST.. of this group's output, scaled, through shared memory.
+// Write COLUMNS channels, the values FIRST.. of this group's output, through shared memory.
 template <int COLUMNS, int FIRST>
 __device__ __forceinline__ void write_slice(Shared& s, Consumer& c, const float (&scale)[2], const Output& to, int first_channel) {
     constexpr int CHUNKS = COLUMNS / 8;
@@ -424,8 +467,7 @@ __device__ __forceinline__ void finish_rows(const Consumer& c, const float (&top
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int head = to.first_head + c.row + 8 * r;
-        float norm = total[r];
-        if (to.sink && head < to.heads) norm += exp2_fast(to.sink[head] * LOG2E - finite(top[r]));
+        const float norm = total[r] + exp2_fast(to.sink[r] - finite(top[r]));
         scale[r] = total[r] > 0.0f ? __fdividef(TWO_60, norm) : 0.0f;
         if (write_lse && c.quad == 0 && head < to.heads)
             to.lse[to.query * to.heads + head] = total[r] > 0.0f ? (finite(top[r]) + __log2f(total[r])) * LN2 : -NEG_INF;
@@ -470,13 +512,19 @@ __device__ __forceinline__ void collect_slice(Shared& s, Consumer& c, int rank, 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         top[r] = c.top[r];
-#pragma unroll 1
-        for (int step = 1; step < SIZE; ++step) top[r] = fmaxf(top[r], s.peers[(rank + step) % SIZE][c.row + 8 * r].x);
-        scale[r] = exp2_fast(c.top[r] - finite(top[r]));
-        total[r] = own_total[r] * scale[r];
-    }
 #pragma unroll
-    for (int j = I * VALUES; j < (I + 1) * VALUES; ++j) c.value(j) *= scale[(j >> 1) & 1];
+        for (int step = 1; step < SIZE; ++step) top[r] = fmaxf(top[r], s.peers[(rank + step) % SIZE][c.row + 8 * r].x);
+        total[r] = own_total[r] * exp2_fast(c.top[r] - finite(top[r]));
+#pragma unroll
+        for (int step = 1; step < SIZE; ++step) {
+            const float4 header = s.peers[(rank + step) % SIZE][c.row + 8 * r];
+            total[r] += header.y * exp2_fast(header.x - finite(top[r]));
+        }
+    }
+    finish_rows(c, top, total, to, rank == 0, scale);
+    const float own[2] = {scale[0] * exp2_fast(c.top[0] - finite(top[0])), scale[1] * exp2_fast(c.top[1] - finite(top[1]))};
+#pragma unroll
+    for (int j = I * VALUES; j < (I + 1) * VALUES; ++j) c.value(j) *= own[(j >> 1) & 1];
 #pragma unroll 1
     for (int step = 1; step < SIZE; ++step) {
         const int peer = (rank + step) % SIZE;
@@ -485,8 +533,7 @@ __device__ __forceinline__ void collect_slice(Shared& s, Consumer& c, int rank, 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float4 header = s.peers[peer][c.row + 8 * r];
-            const float weight = exp2_fast(header.x - finite(top[r]));
-            total[r] += header.y * weight, factor[r] = header.z * weight;
+            factor[r] = header.z * exp2_fast(header.x - finite(top[r])) * scale[r];
         }
 #pragma unroll
         for (int j = 0; j < VALUES; j += 8) {
@@ -500,8 +547,8 @@ __device__ __forceinline__ void collect_slice(Shared& s, Consumer& c, int rank, 
             }
         }
     }
-    finish_rows(c, top, total, to, rank == 0, scale);
-    write_slice<512 / SIZE, I * VALUES>(s, c, scale, to, rank * (512 / SIZE));
+    const float one[2] = {1.0f, 1.0f};
+    write_slice<512 / SIZE, I * VALUES>(s, c, one, to, rank * (512 / SIZE));
 }
 
 __device__ __forceinline__ void merge(Shared& s, Consumer& c, int rank, const float (&total)[2], const Output& to) {
@@ -529,6 +576,7 @@ __device__ __forceinline__ void merge(Shared& s, Consumer& c, int rank, const fl
     }
 }
 
+
 // An item is a query's block of 64 heads. Grid: clusters; without them blocks, of which each may take several items.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
@@ -543,8 +591,14 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     const int rank = SIZE > 1 ? cluster_rank() : 0, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     const int shift = heads > 64, stride = SIZE > 1 ? items : gridDim.x;
     int item = blockIdx.x / SIZE;
-    const int extra_tiles = (x_keys + TILE - 1) / TILE, all = extra_tiles + (w_keys + TILE - 1) / TILE;
-    const int begin = all * rank / SIZE, tiles = all * (rank + 1) / SIZE - begin;
+    // Tiles of the window take longer. Shared out apart where that divides the work better, else in one row, the window's behind.
+    const int extra_tiles = (x_keys + TILE - 1) / TILE, window_tiles = (w_keys + TILE - 1) / TILE, all = extra_tiles + window_tiles;
+    constexpr bool apart = SIZE == 2;
+    const int row_begin = (all * rank + SIZE - 1) / SIZE, row_end = (all * (rank + 1) + SIZE - 1) / SIZE;
+    const int begin = apart ? (extra_tiles * rank + SIZE - 1) / SIZE : min(row_begin, extra_tiles);
+    const int own_extra = (apart ? (extra_tiles * (rank + 1) + SIZE - 1) / SIZE : min(row_end, extra_tiles)) - begin;
+    const int window_begin = apart ? window_tiles * rank / SIZE : max(row_begin - extra_tiles, 0);
+    const int tiles = own_extra + (apart ? window_tiles * (rank + 1) / SIZE : max(row_end - extra_tiles, 0)) - window_begin;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
             barrier_init(shared_address(&s.full[i]), PRODUCERS);
@@ -564,8 +618,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
     if (warp >= CONSUMERS / 32) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
-        const int own_extra = min(max(extra_tiles - begin, 0), tiles);
-        const Producer producer{w, x, items, stride, shift, begin, extra_tiles, own_extra, tiles + max(tiles - own_extra, 0),
+        const Producer producer{w, x, items, stride, shift, begin, own_extra, window_begin, tiles + max(tiles - own_extra, 0),
                                 warp - CONSUMERS / 32, int(threadIdx.x & 31)};
         produce(s, producer, item, tiles);
         if (SIZE > 1) cluster_wait();
@@ -589,6 +642,11 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
             for (int i = 0; i < 128; ++i) c.value(i) = 0.0f;
             c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
             consume(s, c, turn, tiles, scale_log2 * TWO_60, rank);
+            const int head = first_head + c.row;
+            const Output to{out, out_stride_n, out_stride_h, lse,
+                            {sink && head < heads ? __ldg(sink + head) * LOG2E : NEG_INF,
+                             sink && head + 8 < heads ? __ldg(sink + head + 8) * LOG2E : NEG_INF},
+                            heads, first_head, item >> shift};
             float total[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -598,7 +656,6 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
             named_sync(1, CONSUMERS);
 #pragma unroll
             for (int r = 0; r < 2; ++r) total[r] = s.sum[0][c.row + 8 * r] + s.sum[1][c.row + 8 * r];
-            const Output to{out, out_stride_n, out_stride_h, lse, sink, heads, first_head, item >> shift};
             if constexpr (SIZE > 1) {
                 merge(s, c, rank, total, to);
                 return;

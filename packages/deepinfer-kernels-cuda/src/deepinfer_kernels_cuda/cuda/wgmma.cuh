@@ -63,9 +63,14 @@ WGMMA(wgmma_bf16, bf16, 60, 120, 60, 61, 62, 63, 64, 65, 0)
 WGMMA(wgmma_bf16, bf16, 64, 128, 64, 65, 66, 67, 68, 69, 0)
 WGMMA(wgmma_across, bf16, 64, 128, 64, 65, 66, 67, 68, 69, 1)
 
-__device__ __forceinline__ void wgmma_shared(float (&d)[32], u64 a, u64 b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_D32 "}, %32, %33, p, 1, 1, 0, 0;\n}"
-                 : WGMMA_OUT32
-                 : "l"(a), "l"(b), "r"(add));
-}
+// Likewise with both operands in shared memory.
+#define WGMMA_SHARED(NAME, COUNT, COLUMNS, A, B, ADD, ACROSS)                                                                    \
+    __device__ __forceinline__ void NAME(float (&d)[COUNT], u64 a, u64 b, int add) {                                          \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ADD ", 0;\n"                                                      \
+                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" WGMMA_D##COUNT                        \
+                     "}, %" #A ", %" #B ", p, 1, 1, 0, " #ACROSS ";\n}"                                                     \
+                     : WGMMA_OUT##COUNT                                                                                      \
+                     : "l"(a), "l"(b), "r"(add));                                                                            \
+    }
+WGMMA_SHARED(wgmma_shared, 32, 64, 32, 33, 34, 0)
+WGMMA_SHARED(wgmma_across, 64, 128, 64, 65, 66, 1)
