@@ -13,6 +13,7 @@ import argparse
 import functools
 import json
 import multiprocessing
+import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepinfer_kernels_cuda.dense import Tiles, dense_linear
+from deepinfer_kernels_cuda.dense import Tiles, Weighed, dense_linear, weighed_like
 from deepinfer_kernels_cuda.llama_rows import llama_norm, silu_mul
-from gpu_bench import time_warm
 
 EPS = 1e-5
 ROWS = (8, 64, 256, 1000)
 SHARED = 227 * 1024
+#: `Tiles.norm` of a product that takes weighed rows, or leaves them.
+LINKED = 3
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,11 @@ MANY = (
 
 def candidates(shape: Shape, rows: int) -> list[Tiles]:
     base = FEW if rows <= 64 else SOME if rows <= 256 else MANY
-    other = [replace(tiles, norm=1) for tiles in (base[0], base[1], base[3], base[4])] if shape.norm else []
-    return [t for t in (*base, *other) if shared(shape, t) <= SHARED]
+    linked = [replace(tiles, norm=LINKED) for tiles in base]
+    other = [replace(linked[i], prefetch=False) for i in (3, 4)]
+    if shape.norm:
+        other += [replace(tiles, norm=1) for tiles in base[:1]]
+    return [t for t in (*base[:5], *linked, *other) if shared(shape, t) <= SHARED]
 
 
 def shared(shape: Shape, t: Tiles) -> int:
@@ -102,16 +107,36 @@ def separate(shape: Shape, x: Any, weight: Any, gain: Any, residual: Any) -> tor
     return silu_mul(y) if shape.swiglu else y
 
 
+def ready(shape: Shape, tiles: Tiles, x: Any, gain: Any) -> Any:
+    """x as the product takes it."""
+    if tiles.norm != LINKED or not shape.norm:
+        return x
+    return Weighed((x.float() * gain.float()).bfloat16(), x.float().square().view(len(x), -1, 64).sum(-1))
+
+
 def fused(shape: Shape, tiles: Tiles, x: Any, weight: Any, gain: Any, residual: Any) -> torch.Tensor:
-    return dense_linear(
-        x, weight, norm_weight=gain, eps=EPS, residual=residual, swiglu=shape.swiglu, out=residual, tiles=tiles
-    )
+    """`gain` of a product with a residual is the next norm's, or None."""
+    if shape.norm:
+        gain = None if isinstance(x, Weighed) else gain
+        return dense_linear(x, weight, norm_weight=gain, eps=EPS, swiglu=shape.swiglu, tiles=tiles)
+    if gain is None:
+        return dense_linear(x, weight, residual=residual, out=residual, tiles=tiles)
+    left = weighed_like(residual, shape.inputs, tiles)
+    dense_linear(x, weight, residual=residual, out=residual, weighed=left, next_weight=gain, tiles=tiles)
+    return left
 
 
 def error(found: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
     """Root mean square of the difference and its largest element, both in parts of the result's root mean square."""
     difference, size = found.double() - want, want.square().mean().sqrt()
     return float(difference.square().mean().sqrt() / size), float(difference.abs().max() / size)
+
+
+def after(shape: Shape, tiles: Tiles, gain: Any) -> Any:
+    """The weight of the norm after a product that is to leave weighed rows."""
+    if shape.norm or tiles.norm != LINKED:
+        return gain
+    return torch.full((shape.outputs,), 1.25, dtype=torch.bfloat16, device="cuda")
 
 
 def check(shape: Shape, tiles: Tiles) -> tuple[float, float] | str:
@@ -121,15 +146,38 @@ def check(shape: Shape, tiles: Tiles) -> tuple[float, float] | str:
         for rows in (*ROWS, 1, 77):
             x, weights, gain, residual = tensors(shape, rows)
             want = wanted(shape, x, weights[0], gain, residual)
-            found = error(fused(shape, tiles, x, weights[0], gain, residual), want)
+            result = fused(shape, tiles, ready(shape, tiles, x, gain), weights[0], after(shape, tiles, gain), residual)
+            if isinstance(result, Weighed):
+                assert torch.equal(result.rows, (residual.float() * 1.25).bfloat16()), "weighed rows"
+                assert torch.allclose(result.squares.sum(-1), residual.float().square().sum(-1), rtol=1e-4), "squares"
+            found = error(residual if residual is not None else result, want)
             worst = max(worst[0], found[0]), max(worst[1], found[1])
     except Exception as failure:
         return f"{type(failure).__name__}: {str(failure)[:100]}"
     return worst
 
 
+def graph_us(launch: Callable[[], Any], calls: int, repeats: int = 7) -> float:
+    """Microseconds a call of `launch`, which enqueues `calls` of them, replayed as a graph."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times)
+
+
 def name_of(t: Tiles) -> str:
-    return f"{t.rows}x{t.outputs}x{t.inputs}/w{t.warps}s{t.stages}n{t.norm}"
+    return f"{t.rows}x{t.outputs}x{t.inputs}/w{t.warps}s{t.stages}n{t.norm}{'' if t.prefetch else '-'}"
 
 
 def sweep(shape: Shape, rows: int, right: dict[tuple[Shape, Tiles], bool]) -> Tiles | None:
@@ -138,18 +186,26 @@ def sweep(shape: Shape, rows: int, right: dict[tuple[Shape, Tiles], bool]) -> Ti
     copies = max(24, 10**8 // size)
     x, weights, gain, residual = tensors(shape, rows, copies)
 
-    def each(fn: Callable[..., Any]) -> float:
-        return time_warm(lambda: [fn(x, w, gain, residual) for w in weights], 1) / copies
+    def each(fn: Callable[..., Any], x: Any, gain: Any) -> float:
+        return graph_us(lambda: [fn(x, w, gain, residual) for w in weights], copies)
 
-    before = each(functools.partial(separate, shape))
-    timed = {t: each(functools.partial(fused, shape, t)) for t in candidates(shape, rows) if right.get((shape, t))}
+    before = each(functools.partial(separate, shape), x, gain)
+    timed = {
+        t: each(functools.partial(fused, shape, t), ready(shape, t, x, gain), after(shape, t, gain))
+        for t in candidates(shape, rows)
+        if right.get((shape, t))
+    }
     order = sorted(timed, key=timed.__getitem__)
-    first = [t for t in order if t.norm == 1]
+    kinds = [
+        ("alone", [t for t in order if t.norm == 2]),
+        ("norm1", [t for t in order if t.norm == 1]),
+        ("no prefetch", [t for t in order if not t.prefetch]),
+    ]
     line = f"{shape.name:8s} {rows:5d} rows: separate {before:6.2f} us |"
     line += "".join(f" {name_of(t)} {timed[t]:.2f}" for t in order[:5])
-    line += "".join(f" | norm first: {name_of(t)} {timed[t]:.2f}" for t in first[:1])
+    line += "".join(f" | {kind} {name_of(found[0])} {timed[found[0]]:.2f}" for kind, found in kinds if found)
     print(line, flush=True)
-    return order[0] if order else None
+    return next((t for t in order if t.norm == LINKED), None)
 
 
 def layers(rows: int, best: dict[tuple[str, int], Tiles], count: int = 30) -> None:
@@ -170,15 +226,23 @@ def layers(rows: int, best: dict[tuple[str, int], Tiles], count: int = 30) -> No
                 )
         return hidden
 
-    def chosen(s: Shape, *args: Any) -> torch.Tensor:
-        return fused(s, best[s.name, rows], *args)
+    def linked() -> None:
+        hidden.copy_(start)
+        y = llama_norm(hidden, drawn["qkv"][2], EPS)
+        for i in range(count):
+            for s in SHAPES:
+                x = y[:, : s.inputs] if s.name == "o" else y
+                gain = drawn["gate_up" if s.name == "o" else "qkv"][2]
+                if s.name == "qkv" and i == 0:
+                    gain = None  # the first product takes rows that are normalised
+                y = fused(s, best[s.name, rows], x, drawn[s.name][1][i], gain, None if s.norm else hidden)
 
     want = walk(
         lambda s, x, w, g, r: r.copy_(wanted(s, x, w, g, r)) if r is not None else wanted(s, x, w, g, r).bfloat16()
     )
     want = want.double().clone()
-    for name, product in (("separate", separate), ("one kernel", chosen)):
-        us = time_warm(lambda product=product: walk(product), 1) / count
+    for name, launch in (("separate", lambda: walk(separate)), ("one kernel", linked)):
+        us = graph_us(launch, count)
         torch.cuda.synchronize()
         close = error(hidden, want)
         print(

@@ -11,6 +11,16 @@ from .checks import require, require_dims, require_dtype, require_inner, require
 from .overlap import overlap
 
 _LOG2E = 1.4426950408889634
+#: Blocks that splitting the keys may bring onto the chip together.
+_BLOCKS = 640
+_MOST_SPLITS = 32
+#: Blocks of keys that are worth a split.
+_LEAST = 4
+
+
+def arrivals(device: torch.device | str) -> torch.Tensor:
+    """Counters through which the splits of a call meet: zeros, which it leaves. Calls that share them must not overlap."""
+    return torch.zeros(_BLOCKS, dtype=torch.int32, device=device)
 
 
 def paged_gqa(
@@ -25,6 +35,7 @@ def paged_gqa(
     scale: float,
     max_queries: int,
     splits: int | None = None,
+    arrived: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of ragged query chunks over paged keys and values; prefill, decode and verification alike.
@@ -39,26 +50,88 @@ def paged_gqa(
         seq_lens: int32 [R], keys of each sequence; its queries are the last positions.
         scale: Logit scale.
         max_queries: Longest chunk.
-        splits: Key splits; default: enough blocks to fill the chip when every chunk is short.
+        splits: Most parts that a sequence's keys are cut into, short ones into fewer; default: enough blocks to fill the chip
+            when every chunk is short.
+        arrived: `arrivals` of an earlier call; default: new ones.
         out: Where to write.
 
     Returns:
         [T, heads, d].
     """
-    from .kernels.llama import merge_splits_kernel, paged_gqa_kernel
-
     require_dims("q", q, 3)
-    require_dims("keys", keys, 4)
     require_inner("q", q)
+    require(q.shape[1] % keys.shape[2] == 0, f"{q.shape[1]} heads are no multiple of {keys.shape[2]} kv heads")
+    out = torch.empty_like(q) if out is None else out
+    return _attend(
+        q, q.shape[1], keys, values, block_table, table_rows, query_starts, seq_lens, None, None, scale, max_queries,
+        splits, arrived, out,
+    )  # fmt: skip
+
+
+def rope_gqa(
+    qkv: torch.Tensor,
+    rope: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    table_rows: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    heads: int,
+    scale: float,
+    splits: int | None = None,
+    arrived: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`rope_insert`, then `paged_gqa`, of sequences with one new token each, in one kernel; qkv stays as it is.
+
+    Args:
+        qkv: [R, (heads + 2 * kv_heads) * d], queries, keys, values.
+        rope: float32 [positions, 2, d / 2], cos and sin; channel pairs (k, k + d / 2).
+        slots: int64 [R], block * block_size + offset; -1 = the cache has the token already.
+        keys, values, block_table, table_rows, query_starts, seq_lens, scale, splits, arrived: As of `paged_gqa`.
+        heads: Query heads.
+        out: Where to write.
+
+    Returns:
+        [R, heads, d].
+    """
+    require_dims("qkv", qkv, 2)
+    require_inner("qkv", qkv)
+    kv_heads, d = keys.shape[2:]
+    require(
+        qkv.shape[1] == (heads + 2 * kv_heads) * d and heads % kv_heads == 0,
+        f"qkv has {qkv.shape[1]} channels; {heads} + 2 * {kv_heads} heads of {d} have others, or no whole groups",
+    )
+    require(
+        rope.is_contiguous() and rope.shape[1:] == (2, d // 2) and d % 2 == 0,
+        f"rope has shape {tuple(rope.shape)}; it needs [n, 2, {d // 2}]",
+    )
+    out = torch.empty(len(qkv), heads, d, dtype=qkv.dtype, device=qkv.device) if out is None else out
+    return _attend(
+        qkv.view(len(qkv), -1, d), heads, keys, values, block_table, table_rows, query_starts, seq_lens, rope, slots, scale,
+        1, splits, arrived, out,
+    )  # fmt: skip
+
+
+def _attend(
+    q: torch.Tensor, heads: int, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor,
+    table_rows: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, rope: torch.Tensor | None,
+    slots: torch.Tensor | None, scale: float, max_queries: int, splits: int | None, arrived: torch.Tensor | None,
+    out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    from .kernels.llama import paged_gqa_kernel
+
+    require_dims("keys", keys, 4)
     require_inner("keys", keys)
     require_inner("values", values)
-    t, heads, d = q.shape
+    t, d = len(q), q.shape[2]
     block, kv_heads = keys.shape[1], keys.shape[2]
-    require(heads % kv_heads == 0, f"{heads} heads are no multiple of {kv_heads} kv heads")
     require(values.shape == keys.shape, f"values {tuple(values.shape)} and keys {tuple(keys.shape)} differ")
     require(keys.shape[3] == d and d <= 256, f"head width {d} against {keys.shape[3]}; allowed: equal, up to 256")
-    require_same_device(q, keys, values, block_table, table_rows, query_starts, seq_lens)
-    out = torch.empty_like(q) if out is None else out
+    require_same_device(q, keys, values, block_table, table_rows, query_starts, seq_lens, rope, slots, arrived, out)
     sequences = seq_lens.shape[0]
     if not t or not sequences:
         return out
@@ -67,27 +140,29 @@ def paged_gqa(
     wide = q.dtype == torch.float32
     bq = max(-(-16 // pad), 1) if max_queries <= 8 else max((32 if wide else 64) // pad, 1)
     tiles = -(-max_queries // bq)
+    units = sequences * kv_heads * tiles
     if splits is None:
-        units = sequences * kv_heads * tiles
-        splits = 1 if max_queries > 8 or device_arch(q.device) == 0 else max(1, min(16, 264 // units))
+        splits = 1 if max_queries > 8 or device_arch(q.device) == 0 else max(1, min(_MOST_SPLITS, _BLOCKS // units))
     partial = lse = out
     if splits > 1:
         partial = torch.empty(t, heads, splits, d, dtype=torch.float32, device=q.device)
         lse = torch.empty(t, heads, splits, dtype=torch.float32, device=q.device)
+        arrived = torch.zeros(units, dtype=torch.int32, device=q.device) if arrived is None else arrived
+        require(len(arrived) >= units, f"arrived has {len(arrived)} counters; {units} are needed")
+    queries = min(bq, max_queries)
     paged_gqa_kernel[(tiles * splits, kv_heads, sequences)](
         q, q.stride(0), q.stride(1), keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2), block_table, block_table.stride(0), table_rows,
-        query_starts, seq_lens, out, out.stride(0), out.stride(1), partial, lse, scale * _LOG2E,
-        GROUP=group, GROUP_PAD=pad, BQ=bq, BLOCK=block, BN=32 if wide else 64, WIDTH=d,
-        D=max(16, 1 << (d - 1).bit_length()), SPLITS=splits, num_warps=4, num_stages=2, **overlap(q.device),
+        query_starts, seq_lens, rope, slots, out, out.stride(0), out.stride(1), partial, lse, arrived, scale * _LOG2E,
+        GROUP=group, GROUP_PAD=pad, BQ=bq, BLOCK=block, BN=32 if wide else 64, WIDTH=d, D=max(16, _power(d)),
+        QUERIES=queries, ROWS=_power(queries * group), SPLITS=splits, S=_power(splits), LEAST=_LEAST,
+        INSERT=rope is not None, num_warps=4, num_stages=2, **overlap(q.device),
     )  # fmt: skip
-    if splits > 1:
-        merge_splits_kernel[(t * heads,)](
-            partial, lse, out, out.stride(0), out.stride(1), heads, WIDTH=d, D=max(16, 1 << (d - 1).bit_length()),
-            SPLITS=splits, S=1 << (splits - 1).bit_length(), num_warps=1,
-            **overlap(q.device),
-        )  # fmt: skip
     return out
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 class MarkovStep(NamedTuple):

@@ -1,4 +1,4 @@
-"""Paged attention on CUDA: one kernel rotates and writes, one attends. Nothing here waits for the device."""
+"""Paged attention on CUDA: a step of decode rows is one kernel; in others one rotates and writes, one attends. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ class CudaAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
         self._kernels = kernels()
+        self._arrived = self._kernels.arrivals(shape.device)
 
     def allocate(self, num_blocks: int) -> torch.Tensor:
         s = self.shape
@@ -110,6 +111,21 @@ class CudaAttention:
     ) -> torch.Tensor:
         s, p = self.shape, prepared
         keys, values = cache[:, 0], cache[:, 1]
+        if p.decodes == len(qkv) and q_norm is None:
+            return self._kernels.rope_gqa(
+                qkv,
+                p.rope,
+                p.slots,
+                keys,
+                values,
+                p.table,
+                p.rows,
+                p.query_starts,
+                p.seq_lens,
+                heads=s.num_heads,
+                scale=s.scale,
+                arrived=self._arrived,
+            ).flatten(1)
         self._kernels.rope_insert(
             qkv,
             p.rope,
@@ -152,5 +168,6 @@ class CudaAttention:
             p.seq_lens[rows],
             scale=self.shape.scale,
             max_queries=longest,
+            arrived=self._arrived,
             out=out,
         )
