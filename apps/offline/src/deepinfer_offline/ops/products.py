@@ -56,7 +56,7 @@ class Products(Protocol):
         ...
 
     def added(self, linear: Linear, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None) -> Stream:
-        """residual [T, N] + linear(x). The residual may be overwritten. `norm` is the weight of the norm that comes next, if one does."""
+        """residual [T, N] + linear(x). The residual may be overwritten. `norm`: the weight of the next norm, if any."""
         ...
 
 
