@@ -13,23 +13,28 @@ import argparse
 import functools
 import json
 import multiprocessing
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepinfer_kernels_cuda.dense import Tiles, Weighed, dense_linear, weighed_like
 from deepinfer_kernels_cuda.llama_rows import llama_norm, silu_mul
+from gpu_bench import time_warm
 
 EPS = 1e-5
 ROWS = (8, 64, 256, 1000)
 SHARED = 227 * 1024
-#: `Tiles.norm` of a product that takes weighed rows, or leaves them.
-LINKED = 3
+
+
+class Way(NamedTuple):
+    """A tiling; `linked` products take weighed rows, or leave them."""
+
+    tiles: Tiles
+    linked: bool
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,12 @@ MANY = (
 )  # fmt: skip
 
 
-def candidates(shape: Shape, rows: int) -> list[Tiles]:
+def candidates(shape: Shape, rows: int) -> list[Way]:
     base = FEW if rows <= 64 else SOME if rows <= 256 else MANY
-    linked = [replace(tiles, norm=LINKED) for tiles in base]
-    other = [replace(linked[i], prefetch=False) for i in (3, 4)]
+    found = [Way(tiles, True) for tiles in base] + [Way(tiles, False) for tiles in base[:5]]
     if shape.norm:
-        other += [replace(tiles, norm=1) for tiles in base[:1]]
-    return [t for t in (*base[:5], *linked, *other) if shared(shape, t) <= SHARED]
+        found.append(Way(replace(base[0], norm=1), False))
+    return [way for way in found if shared(shape, way.tiles) <= SHARED]
 
 
 def shared(shape: Shape, t: Tiles) -> int:
@@ -107,21 +111,22 @@ def separate(shape: Shape, x: Any, weight: Any, gain: Any, residual: Any) -> tor
     return silu_mul(y) if shape.swiglu else y
 
 
-def ready(shape: Shape, tiles: Tiles, x: Any, gain: Any) -> Any:
+def ready(shape: Shape, way: Way, x: Any, gain: Any) -> Any:
     """x as the product takes it."""
-    if tiles.norm != LINKED or not shape.norm:
+    if not (way.linked and shape.norm):
         return x
     return Weighed((x.float() * gain.float()).bfloat16(), x.float().square().view(len(x), -1, 64).sum(-1))
 
 
-def fused(shape: Shape, tiles: Tiles, x: Any, weight: Any, gain: Any, residual: Any) -> torch.Tensor:
+def fused(shape: Shape, way: Way, x: Any, weight: Any, gain: Any, residual: Any) -> torch.Tensor:
     """`gain` of a product with a residual is the next norm's, or None."""
+    tiles = way.tiles
     if shape.norm:
         gain = None if isinstance(x, Weighed) else gain
         return dense_linear(x, weight, norm_weight=gain, eps=EPS, swiglu=shape.swiglu, tiles=tiles)
     if gain is None:
         return dense_linear(x, weight, residual=residual, out=residual, tiles=tiles)
-    left = weighed_like(residual, shape.inputs, tiles)
+    left = weighed_like(residual, tiles)
     dense_linear(x, weight, residual=residual, out=residual, weighed=left, next_weight=gain, tiles=tiles)
     return left
 
@@ -132,21 +137,21 @@ def error(found: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
     return float(difference.square().mean().sqrt() / size), float(difference.abs().max() / size)
 
 
-def after(shape: Shape, tiles: Tiles, gain: Any) -> Any:
+def after(shape: Shape, way: Way, gain: Any) -> Any:
     """The weight of the norm after a product that is to leave weighed rows."""
-    if shape.norm or tiles.norm != LINKED:
+    if shape.norm or not way.linked:
         return gain
     return torch.full((shape.outputs,), 1.25, dtype=torch.bfloat16, device="cuda")
 
 
-def check(shape: Shape, tiles: Tiles) -> tuple[float, float] | str:
+def check(shape: Shape, way: Way) -> tuple[float, float] | str:
     """Compile, and compare at all row counts; the worst errors, or what failed."""
     worst = (0.0, 0.0)
     try:
         for rows in (*ROWS, 1, 77):
             x, weights, gain, residual = tensors(shape, rows)
             want = wanted(shape, x, weights[0], gain, residual)
-            result = fused(shape, tiles, ready(shape, tiles, x, gain), weights[0], after(shape, tiles, gain), residual)
+            result = fused(shape, way, ready(shape, way, x, gain), weights[0], after(shape, way, gain), residual)
             if isinstance(result, Weighed):
                 assert torch.equal(result.rows, (residual.float() * 1.25).bfloat16()), "weighed rows"
                 assert torch.allclose(result.squares.sum(-1), residual.float().square().sum(-1), rtol=1e-4), "squares"
@@ -157,55 +162,33 @@ def check(shape: Shape, tiles: Tiles) -> tuple[float, float] | str:
     return worst
 
 
-def graph_us(launch: Callable[[], Any], calls: int, repeats: int = 7) -> float:
-    """Microseconds a call of `launch`, which enqueues `calls` of them, replayed as a graph."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
+def name_of(way: Way) -> str:
+    t = way.tiles
+    return f"{t.rows}x{t.outputs}x{t.inputs}/w{t.warps}s{t.stages}{'+' if way.linked else f'n{t.norm}'}"
 
 
-def name_of(t: Tiles) -> str:
-    return f"{t.rows}x{t.outputs}x{t.inputs}/w{t.warps}s{t.stages}n{t.norm}{'' if t.prefetch else '-'}"
-
-
-def sweep(shape: Shape, rows: int, right: dict[tuple[Shape, Tiles], bool]) -> Tiles | None:
-    """Time every right tiling; print the best; return the best."""
+def sweep(shape: Shape, rows: int, right: dict[tuple[Shape, Way], bool]) -> Tiles | None:
+    """Time every right way; print the best; return the tiles of the best linked one."""
     size = shape.inputs * shape.outputs * (4 if shape.swiglu else 2)
     copies = max(24, 10**8 // size)
     x, weights, gain, residual = tensors(shape, rows, copies)
 
     def each(fn: Callable[..., Any], x: Any, gain: Any) -> float:
-        return graph_us(lambda: [fn(x, w, gain, residual) for w in weights], copies)
+        return time_warm(lambda: [fn(x, w, gain, residual) for w in weights], 1) / copies
 
     before = each(functools.partial(separate, shape), x, gain)
     timed = {
-        t: each(functools.partial(fused, shape, t), ready(shape, t, x, gain), after(shape, t, gain))
-        for t in candidates(shape, rows)
-        if right.get((shape, t))
+        way: each(functools.partial(fused, shape, way), ready(shape, way, x, gain), after(shape, way, gain))
+        for way in candidates(shape, rows)
+        if right.get((shape, way))
     }
     order = sorted(timed, key=timed.__getitem__)
-    kinds = [
-        ("alone", [t for t in order if t.norm == 2]),
-        ("norm1", [t for t in order if t.norm == 1]),
-        ("no prefetch", [t for t in order if not t.prefetch]),
-    ]
+    alone = [way for way in order if not way.linked]
     line = f"{shape.name:8s} {rows:5d} rows: separate {before:6.2f} us |"
-    line += "".join(f" {name_of(t)} {timed[t]:.2f}" for t in order[:5])
-    line += "".join(f" | {kind} {name_of(found[0])} {timed[found[0]]:.2f}" for kind, found in kinds if found)
+    line += "".join(f" {name_of(way)} {timed[way]:.2f}" for way in order[:5])
+    line += "".join(f" | alone {name_of(way)} {timed[way]:.2f}" for way in alone[:1])
     print(line, flush=True)
-    return next((t for t in order if t.norm == LINKED), None)
+    return next((way.tiles for way in order if way.linked), None)
 
 
 def layers(rows: int, best: dict[tuple[str, int], Tiles], count: int = 30) -> None:
@@ -235,14 +218,14 @@ def layers(rows: int, best: dict[tuple[str, int], Tiles], count: int = 30) -> No
                 gain = drawn["gate_up" if s.name == "o" else "qkv"][2]
                 if s.name == "qkv" and i == 0:
                     gain = None  # the first product takes rows that are normalised
-                y = fused(s, best[s.name, rows], x, drawn[s.name][1][i], gain, None if s.norm else hidden)
+                y = fused(s, Way(best[s.name, rows], True), x, drawn[s.name][1][i], gain, None if s.norm else hidden)
 
     want = walk(
         lambda s, x, w, g, r: r.copy_(wanted(s, x, w, g, r)) if r is not None else wanted(s, x, w, g, r).bfloat16()
     )
     want = want.double().clone()
     for name, launch in (("separate", lambda: walk(separate)), ("one kernel", linked)):
-        us = graph_us(launch, count)
+        us = time_warm(launch, 1) / count
         torch.cuda.synchronize()
         close = error(hidden, want)
         print(
@@ -262,26 +245,27 @@ def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--best", type=Path)
     parser.add_argument("--shapes", nargs="*", default=[s.name for s in SHAPES])
+    parser.add_argument("--rows", nargs="*", type=int, default=ROWS)
     parser.add_argument("--workers", type=int, default=16)
     asked = parser.parse_args(argv)
     if not torch.cuda.is_available():
         sys.stderr.write("no CUDA device\n")
         return 2
     shapes = [s for s in SHAPES if s.name in asked.shapes]
-    work = sorted({(s, t) for s in shapes for rows in ROWS for t in candidates(s, rows)}, key=repr)
+    work = sorted({(s, way) for s in shapes for rows in asked.rows for way in candidates(s, rows)}, key=repr)
     with ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool:
         found = dict(zip(work, pool.map(check, *zip(*work, strict=True)), strict=True))
     right = {}
-    for (shape, tiles), errors in found.items():
+    for (shape, way), errors in found.items():
         # Rounding the result alone is 1.7e-3 (2^-9 / sqrt 3 a value); SwiGLU rounds its halves too.
-        right[shape, tiles] = not isinstance(errors, str) and errors[0] < 6e-3 and errors[1] < 0.2
-        if not right[shape, tiles]:
-            print(f"WRONG {shape.name} {name_of(tiles)}: {errors}", flush=True)
+        right[shape, way] = not isinstance(errors, str) and errors[0] < 6e-3 and errors[1] < 0.2
+        if not right[shape, way]:
+            print(f"WRONG {shape.name} {name_of(way)}: {errors}", flush=True)
     worst = max((e for e in found.values() if not isinstance(e, str)), default=None)
     print(f"{sum(right.values())} of {len(right)} tilings right; worst errors {worst}", flush=True)
     best = load(asked.best)
     for shape in shapes:
-        for rows in ROWS:
+        for rows in asked.rows:
             tiles = sweep(shape, rows, right)
             if tiles is not None:
                 best[shape.name, rows] = tiles
@@ -289,7 +273,7 @@ def run(argv: list[str]) -> int:
         sizes = {s.name: (s.outputs, s.inputs) for s in SHAPES}
         kept = [[name, *sizes[name], rows, asdict(tiles)] for (name, rows), tiles in best.items()]
         asked.best.write_text(json.dumps(kept))
-    for rows in ROWS:
+    for rows in asked.rows:
         if all((s.name, rows) in best for s in SHAPES):
             layers(rows, best)
     return 0 if all(right.values()) else 1

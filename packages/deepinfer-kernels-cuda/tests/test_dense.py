@@ -77,7 +77,7 @@ def test_a_product_leaves_its_rows_for_the_norm_after_it(cut, swiglu) -> None:
     x, first, second = (torch.randn(*shape).to(DEVICE) for shape in ((21, 48), (40, 48), (24, 40)))
     residual, gain = (torch.randn(21, 40) * 10.0 ** torch.randint(-3, 2, (21, 1))).to(DEVICE), torch.rand(40).to(DEVICE)
     middle = wanted(x, first, None, residual, False)
-    weighed = weighed_like(residual, 48, cut)
+    weighed = weighed_like(residual, cut)
     dense_linear(x, first, residual=residual, out=residual, weighed=weighed, next_weight=gain, tiles=cut)
     assert (residual - middle).abs().max() < 1e-5
     assert torch.equal(weighed.rows, residual * gain), "rounded once"
@@ -115,7 +115,8 @@ def test_bfloat16_on_a_gpu(t, k, n, kind) -> None:
     ("change", "word"),
     [({"weight": torch.ones(8, 16)}, "weight"), ({"norm_weight": torch.ones(3)}, "norm_weight"),
      ({"residual": torch.ones(2, 7)}, "residual"), ({"out": torch.ones(2, 7)}, "out"),
-     ({"weighed": Weighed(torch.ones(2, 8), torch.ones(2, 1))}, "next_weight"), ({"norm_weight": torch.ones(64)[::2]}, "norm_weight"),
+     ({"weighed": Weighed(torch.ones(2, 8), torch.ones(2, 1))}, "next_weight"),
+     ({"norm_weight": torch.ones(64)[::2]}, "norm_weight"),
      ({"x": Weighed(torch.ones(2, 32), torch.ones(2, 1)), "norm_weight": torch.ones(32)}, "norm_weight"),
      ({"weighed": Weighed(torch.ones(2, 8), torch.ones(2, 9)), "next_weight": torch.ones(8)}, "parts"),
      ({"swiglu": True, "residual": torch.ones(2, 8)}, "swiglu"), ({"weight": torch.ones(8, 32).bfloat16()}, "weight")],

@@ -81,7 +81,9 @@ def test_moe_drops_padding_and_keeps_every_token() -> None:
     assert kernels.moe_experts(x[:0], ids[:0], gates[:0], packed, limit=2.0).shape == (0, 64)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "d", "splits"), [(9, 3, 64, 1), (4, 4, 32, 1), (8, 2, 48, 3), (6, 2, 16, 5)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "splits"), [(9, 3, 64, 1), (4, 4, 32, 1), (8, 2, 48, 3), (6, 2, 16, 5)]
+)
 def test_paged_gqa(heads, kv_heads, d, splits, monkeypatch) -> None:
     monkeypatch.setattr(llama, "_LEAST", 1)
     block = 8
@@ -123,8 +125,10 @@ def test_rope_gqa(heads, kv_heads, d, splits, monkeypatch) -> None:
     out = kernels.rope_gqa(qkv, rope, slots, keys, values, table, rows[:4], rows, ends, heads=heads, scale=d**-0.5,
                            splits=splits, arrived=arrived)  # fmt: skip
     assert (out - want).abs().max() < 1e-5
-    assert (keys - want_keys).abs().max() < 1e-5 and (values == want_values.float()).all()
-    assert torch.equal(qkv, before) and not arrived.any()
+    assert (keys - want_keys).abs().max() < 1e-5
+    assert torch.equal(values, want_values.float())
+    assert torch.equal(qkv, before)
+    assert not arrived.any()
 
 
 def turned(x, angle):

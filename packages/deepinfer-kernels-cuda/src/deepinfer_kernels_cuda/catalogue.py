@@ -108,7 +108,7 @@ _GQA = (
     "q=*bf16 q_stride_t=i32 q_stride_h=i32 keys=*bf16 values=*bf16 k_stride_b=i64 k_stride_r=i64 k_stride_h=i64 "
     "v_stride_b=i64 v_stride_r=i64 v_stride_h=i64 table=*i32 table_stride=i32 table_rows=*i32 query_starts=*i32 "
     "seq_lens=*i32 rope=*fp32 slots=*i64 out=*bf16 out_stride_t=i32 out_stride_h=i32 partial=*fp32 lse=*fp32 arrived=*i32 "
-    "scale_log2=fp32"
+    "scale_log2=fp32 splits=i32"
 )
 
 
@@ -319,14 +319,14 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         "base=*fp32 base_stride=i32 previous=*i64 embed=*bf16 head=*bf16 out=*fp32 batch=i32 vocab=i32",
         {"RANK": 256, "R": 256, "BB": 64, "BV": 64}, min_mma=1),
     KernelSpec("paged_gqa_decode", "kernels.llama:paged_gqa_kernel", _GQA,
-        {"GROUP": 3, "GROUP_PAD": 4, "BQ": 4, "BLOCK": 16, "BN": 64, "WIDTH": 64, "D": 64, "QUERIES": 1, "ROWS": 4, "SPLITS": 1,
+        {"GROUP": 3, "M": 16, "BQ": 5, "BLOCK": 16, "BN": 64, "WIDTH": 64, "D": 64, "QUERIES": 1, "ROWS": 4, 
          "S": 1, "LEAST": 4, "INSERT": True}, options={"num_warps": 4, "num_stages": 2}, min_mma=1, quick=True),
     KernelSpec("paged_gqa_splits", "kernels.llama:paged_gqa_kernel", _GQA,
-        {"GROUP": 4, "GROUP_PAD": 4, "BQ": 4, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "QUERIES": 4, "ROWS": 16,
-         "SPLITS": 8, "S": 8, "LEAST": 4, "INSERT": False}, options={"num_warps": 4, "num_stages": 2}, min_mma=1),
+        {"GROUP": 4, "M": 16, "BQ": 4, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "QUERIES": 4, "ROWS": 16,
+          "S": 8, "LEAST": 4, "INSERT": False}, options={"num_warps": 4, "num_stages": 2}, min_mma=1),
     KernelSpec("paged_gqa_prefill", "kernels.llama:paged_gqa_kernel", _GQA,
-        {"GROUP": 4, "GROUP_PAD": 4, "BQ": 16, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "QUERIES": 16, "ROWS": 64,
-         "SPLITS": 1, "S": 1, "LEAST": 4, "INSERT": False}, options={"num_warps": 4, "num_stages": 2}, min_mma=1),
+        {"GROUP": 4, "M": 64, "BQ": 16, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "QUERIES": 16, "ROWS": 64,
+          "S": 1, "LEAST": 4, "INSERT": False}, options={"num_warps": 4, "num_stages": 2}, min_mma=1),
     KernelSpec("window_index", "kernels.v41_step:window_index_kernel",
         "positions=*i64 owners=*i32 floors=*i32 table=*i32 table_stride=i32 own=*i64 index=*i32 window=i32",
         {"BLOCK": 16, "W": 128}, options={"num_warps": 1}),

@@ -48,17 +48,20 @@ class Weighed(NamedTuple):
     squares: torch.Tensor
 
 
-def tiles_for(rows: int, outputs: int, inputs: int, swiglu: bool, dtype: torch.dtype) -> Tiles:
-    """The tiles that were fastest on an H200 for such a product of SmolLM2's widths (`benchmarks/cases/gpu_dense.py`)."""
+def tiles_for(rows: int, outputs: int, swiglu: bool, dtype: torch.dtype) -> Tiles:
+    """The tiles that were fastest on an H200 (2026-11-30) for such a product of SmolLM2's widths, weighed for or by a norm.
+
+    At 8, 64, 256 and 1,000 rows, over 100 MB of weights (`benchmarks/cases/gpu_dense.py`).
+    """
     if dtype == torch.float32:
         return Tiles(32, 32, 32, stages=2)
-    if rows <= 96:
+    if rows <= 32:
         return Tiles(16, 32, 128, norm=1)
+    if rows <= 96:
+        return Tiles(64, 32) if outputs > 768 else Tiles(16, 32, 128)
     if rows <= 512:
         return Tiles(64, 64) if swiglu else Tiles(64, 32, stages=6)
-    if swiglu:
-        return Tiles(128, 128, warps=8, stages=3)
-    return Tiles(128, 64, warps=8 if inputs > 1024 else 4) if outputs <= 768 else Tiles(64, 64)
+    return Tiles(128, 128, warps=8, stages=3) if swiglu else Tiles(128, 64, warps=8)
 
 
 def dense_linear(
@@ -123,7 +126,7 @@ def dense_linear(
     require((weighed is None) == (next_weight is None), "weighed and next_weight come together")
     require(next_weight is None or tuple(next_weight.shape) == (n,), f"next_weight does not have {n} channels")
     if t:
-        cut = tiles_for(t, n, k, swiglu, x.dtype) if tiles is None else tiles
+        cut = tiles_for(t, n, swiglu, x.dtype) if tiles is None else tiles
         spans = -(-n // cut.outputs)
         scaled, next_squares = (None, None) if weighed is None else weighed
         require(next_squares is None or tuple(next_squares.shape) == (t, spans), f"weighed does not have {spans} parts")
@@ -140,9 +143,9 @@ def dense_linear(
     return out
 
 
-def weighed_like(out: torch.Tensor, inputs: int, tiles: Tiles | None = None) -> Weighed:
-    """Room for the result of a product with `inputs` channels, on its way to a norm."""
-    cut = tiles_for(*out.shape, inputs, False, out.dtype) if tiles is None else tiles
+def weighed_like(out: torch.Tensor, tiles: Tiles | None = None) -> Weighed:
+    """Room for a product's result `out` on its way to a norm."""
+    cut = tiles_for(*out.shape, False, out.dtype) if tiles is None else tiles
     squares = torch.empty(out.shape[0], -(-out.shape[1] // cut.outputs), dtype=torch.float32, device=out.device)
     return Weighed(torch.empty_like(out, memory_format=torch.contiguous_format), squares)
 

@@ -136,9 +136,9 @@ def _attend(
     if not t or not sequences:
         return out
     group = heads // kv_heads
-    pad = 1 << (group - 1).bit_length()
     wide = q.dtype == torch.float32
-    bq = max(-(-16 // pad), 1) if max_queries <= 8 else max((32 if wide else 64) // pad, 1)
+    m = max(_power(group), 16 if max_queries <= 8 else 32 if wide else 64)
+    bq = m // group
     tiles = -(-max_queries // bq)
     units = sequences * kv_heads * tiles
     if splits is None:
@@ -154,9 +154,9 @@ def _attend(
         q, q.stride(0), q.stride(1), keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2), block_table, block_table.stride(0), table_rows,
         query_starts, seq_lens, rope, slots, out, out.stride(0), out.stride(1), partial, lse, arrived, scale * _LOG2E,
-        GROUP=group, GROUP_PAD=pad, BQ=bq, BLOCK=block, BN=32 if wide else 64, WIDTH=d, D=max(16, _power(d)),
-        QUERIES=queries, ROWS=_power(queries * group), SPLITS=splits, S=_power(splits), LEAST=_LEAST,
-        INSERT=rope is not None, num_warps=4, num_stages=2, **overlap(q.device),
+        splits,         GROUP=group, M=m, BQ=bq, BLOCK=block, BN=32 if wide else 64, WIDTH=d, D=max(16, _power(d)),
+        QUERIES=queries, ROWS=_power(queries * group), S=_power(splits), LEAST=_LEAST,
+        INSERT=rope is not None, num_warps=4, num_stages=3 if max_queries <= 8 else 2, **overlap(q.device),
     )  # fmt: skip
     return out
 

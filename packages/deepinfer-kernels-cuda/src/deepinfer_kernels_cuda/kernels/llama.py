@@ -28,8 +28,8 @@ def _insert(q, q_stride_h, heads, kv_heads, kv_head, slot, cos, sin, other, keys
 
 @triton.jit
 def _merge(partial, lse, out, out_stride_t, out_stride_h, start, tile, count, kv_head, heads, used,
-           GROUP: tl.constexpr, BQ: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-           D: tl.constexpr, SPLITS: tl.constexpr, S: tl.constexpr):  # fmt: skip
+           splits, GROUP: tl.constexpr, BQ: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+           D: tl.constexpr, S: tl.constexpr):  # fmt: skip
     """Sum the `used` parts of a tile's rows by their log2 weights, in order."""
     row = tl.arange(0, ROWS)
     token = tile * BQ + row // GROUP
@@ -38,7 +38,7 @@ def _merge(partial, lse, out, out_stride_t, out_stride_h, start, tile, count, kv
     t64 = (start + token).to(tl.int64)
     split = tl.arange(0, S)
     channel = tl.arange(0, D)
-    item = (t64 * heads + head)[None, :] * SPLITS + split[:, None]
+    item = (t64 * heads + head)[None, :] * splits + split[:, None]
     mask = here[None, :] & (split < used)[:, None]
     part = tl.load(partial + item[:, :, None] * WIDTH + channel[None, None, :],
                    mask=mask[:, :, None] & (channel < WIDTH)[None, None, :], other=0.0)  # fmt: skip
@@ -51,23 +51,24 @@ def _merge(partial, lse, out, out_stride_t, out_stride_h, start, tile, count, kv
     tl.store(target, result.to(out.dtype.element_ty), mask=here[:, None] & (channel < WIDTH)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def paged_gqa_kernel(
     q, q_stride_t, q_stride_h, keys, values, k_stride_b, k_stride_r, k_stride_h, v_stride_b, v_stride_r, v_stride_h,
     table, table_stride, table_rows, query_starts, seq_lens, rope, slots, out, out_stride_t, out_stride_h, partial, lse,
-    arrived, scale_log2,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BQ: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
-    WIDTH: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, S: tl.constexpr,
-    LEAST: tl.constexpr, INSERT: tl.constexpr, PDL: tl.constexpr = False,
+    arrived, scale_log2, splits,
+    GROUP: tl.constexpr, M: tl.constexpr, BQ: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
+    WIDTH: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr, LEAST: tl.constexpr,
+    INSERT: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (query tiles * splits, kv heads, sequences). Rows of a tile are BQ tokens x GROUP heads of one kv head.
+    """Grid (query tiles * splits, kv heads, sequences), splits <= S. A tile's M rows are BQ tokens x GROUP heads of a kv head.
 
     A split takes at least LEAST blocks of BN keys. The last one to arrive sums up what all have left. INSERT: sequences have
     one token, q is followed by its keys and values; queries and key are rotated, key and value written to their slot.
     """
     begin(PDL)
-    tile = tl.program_id(0) // SPLITS
-    split = tl.program_id(0) % SPLITS
+    tile, split = tl.program_id(0), 0
+    if S > 1:
+        tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     heads = tl.num_programs(1) * GROUP
@@ -77,16 +78,15 @@ def paged_gqa_kernel(
     last = tl.minimum(length - count + (tile + 1) * BQ, length)
     blocks = tl.cdiv(last, BN)
     used = 1
-    if SPLITS > 1:
-        used = tl.maximum(tl.minimum(tl.cdiv(blocks, LEAST), SPLITS), 1)
+    if S > 1:
+        used = tl.maximum(tl.minimum(tl.cdiv(blocks, LEAST), splits), 1)
     if (tile * BQ < count) & (split < used):
-        row = tl.arange(0, BQ * GROUP_PAD)
-        token = tile * BQ + row // GROUP_PAD
-        member = row % GROUP_PAD
-        here = (token < count) & (member < GROUP)
+        row = tl.arange(0, M)
+        token = tile * BQ + row // GROUP
+        here = (token < count) & (row < BQ * GROUP)
         position = length - count + token
         channel = tl.arange(0, D)
-        head = kv_head * GROUP + member
+        head = kv_head * GROUP + row % GROUP
         t64 = (start + token).to(tl.int64)
         q_row = q + t64[:, None] * q_stride_t + head[:, None] * q_stride_h
         q_mask = here[:, None] & (channel < WIDTH)[None, :]
@@ -107,18 +107,22 @@ def paged_gqa_kernel(
                             sin, other, keys, values, k_stride_b, k_stride_r, k_stride_h, v_stride_b, v_stride_r,
                             v_stride_h, BLOCK, WIDTH, D)  # fmt: skip
                 tl.debug_barrier()  # the loop reads what this block's threads have written
-        m = tl.full([BQ * GROUP_PAD], float("-inf"), tl.float32)
-        total = tl.zeros([BQ * GROUP_PAD], tl.float32)
-        acc = tl.zeros([BQ * GROUP_PAD, D], tl.float32)
+        m = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, D], tl.float32)
         table_row = table + tl.load(table_rows + sequence).to(tl.int64) * table_stride
-        for block in range(blocks * split // used, blocks * (split + 1) // used):
-            key = block * BN + tl.arange(0, BN)
+        first, end = blocks * split // used, blocks * (split + 1) // used
+        key = first * BN + tl.arange(0, BN)
+        page = tl.load(table_row + key // BLOCK, mask=key < last, other=0)
+        for _ in range(first, end):
             seen = key < last
-            page = tl.load(table_row + key // BLOCK, mask=seen, other=0).to(tl.int64)
+            # Pages are read a block ahead, so that keys and values can be on their way early.
+            ahead = tl.load(table_row + (key + BN) // BLOCK, mask=key + BN < last, other=0)
             inner = (key % BLOCK).to(tl.int64)
             mask = seen[:, None] & (channel < WIDTH)[None, :]
-            k_ptr = keys + (page * k_stride_b + inner * k_stride_r)[:, None] + kv_head * k_stride_h + channel[None, :]
-            v_ptr = values + (page * v_stride_b + inner * v_stride_r)[:, None] + kv_head * v_stride_h + channel[None, :]
+            p64 = page.to(tl.int64)
+            k_ptr = keys + (p64 * k_stride_b + inner * k_stride_r)[:, None] + kv_head * k_stride_h + channel[None, :]
+            v_ptr = values + (p64 * v_stride_b + inner * v_stride_r)[:, None] + kv_head * v_stride_h + channel[None, :]
             k_tile = tl.load(k_ptr, mask=mask, other=0.0)
             v_tile = tl.load(v_ptr, mask=mask, other=0.0)
             logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
@@ -130,21 +134,23 @@ def paged_gqa_kernel(
             total = total * alpha + tl.sum(p, 1)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
             m = m_new
+            key += BN
+            page = ahead
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         if used == 1:
             target = out + t64[:, None] * out_stride_t + head[:, None] * out_stride_h + channel[None, :]
             tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
-        elif SPLITS > 1:
-            item = (t64 * heads + head) * SPLITS + split
+        elif S > 1:
+            item = (t64 * heads + head) * splits + split
             tl.store(partial + item[:, None] * WIDTH + channel[None, :], result, mask=q_mask)
             tl.store(lse + item, tl.where(total > 0.0, m + tl.log2(total), float("-inf")), mask=here)
             tl.debug_barrier()
-            tiles = tl.num_programs(0) // SPLITS
+            tiles = tl.num_programs(0) // splits
             counter = arrived + (sequence * tl.num_programs(1) + kv_head) * tiles + tile
             if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
                 tl.store(counter, 0)
                 _merge(partial, lse, out, out_stride_t, out_stride_h, start, tile, count, kv_head, heads, used,
-                       GROUP, BQ, QUERIES, ROWS, WIDTH, D, SPLITS, S)  # fmt: skip
+                       splits, GROUP, BQ, QUERIES, ROWS, WIDTH, D, S)  # fmt: skip
 
 
 @triton.jit

@@ -1,4 +1,7 @@
-"""Paged attention on CUDA: a step of decode rows is one kernel; in others one rotates and writes, one attends. Nothing here waits for the device."""
+"""Paged attention on CUDA: one kernel rotates, writes and attends for decode rows; with others beside them, two do.
+
+Nothing here waits for the device.
+"""
 
 from __future__ import annotations
 

@@ -59,6 +59,6 @@ class FusedProducts:
     def added(self, linear: Linear, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None) -> Stream:
         if not self._serves(linear, x):
             return self._separate.added(linear, residual, x, norm)
-        weighed = None if norm is None else self._kernels.weighed_like(residual, x.shape[1])
+        weighed = None if norm is None else self._kernels.weighed_like(residual)
         self._kernels.dense_linear(x, linear.weight, residual=residual, out=residual, weighed=weighed, next_weight=norm)
         return Stream(residual, weighed)
