@@ -156,7 +156,7 @@ def _attend(
         query_starts, seq_lens, rope, slots, out, out.stride(0), out.stride(1), partial, lse, arrived, scale * _LOG2E,
         splits,         GROUP=group, M=m, BQ=bq, BLOCK=block, BN=32 if wide else 64, WIDTH=d, D=max(16, _power(d)),
         QUERIES=queries, ROWS=_power(queries * group), S=_power(splits), LEAST=_LEAST,
-        INSERT=rope is not None, num_warps=4, num_stages=3 if max_queries <= 8 else 2, **overlap(q.device),
+        INSERT=rope is not None, EARLY=False, num_warps=4, num_stages=3 if max_queries <= 8 else 2, **overlap(q.device),
     )  # fmt: skip
     return out
 

@@ -58,14 +58,16 @@ def paged_gqa_kernel(
     arrived, scale_log2, splits,
     GROUP: tl.constexpr, M: tl.constexpr, BQ: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr, LEAST: tl.constexpr,
-    INSERT: tl.constexpr, PDL: tl.constexpr = False,
+    INSERT: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (query tiles * splits, kv heads, sequences), splits <= S. A tile's M rows are BQ tokens x GROUP heads of a kv head.
 
     A split takes at least LEAST blocks of BN keys. The last one to arrive sums up what all have left. INSERT: sequences have
-    one token, q is followed by its keys and values; queries and key are rotated, key and value written to their slot.
+    one token, q is followed by its keys and values; queries and key are rotated, key and value written to their slot. EARLY:
+    the kernel ahead does not write what says where the keys are.
     """
-    begin(PDL)
+    if not EARLY:
+        begin(PDL)
     tile, split = tl.program_id(0), 0
     if S > 1:
         tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -80,7 +82,14 @@ def paged_gqa_kernel(
     used = 1
     if S > 1:
         used = tl.maximum(tl.minimum(tl.cdiv(blocks, LEAST), splits), 1)
-    if (tile * BQ < count) & (split < used):
+    live = (tile * BQ < count) & (split < used)
+    table_row = table + tl.load(table_rows + sequence).to(tl.int64) * table_stride
+    first, end = blocks * split // used, blocks * (split + 1) // used
+    key = first * BN + tl.arange(0, BN)
+    page = tl.load(table_row + key // BLOCK, mask=(key < last) & live, other=0)
+    if EARLY:
+        begin(PDL)
+    if live:
         row = tl.arange(0, M)
         token = tile * BQ + row // GROUP
         here = (token < count) & (row < BQ * GROUP)
@@ -110,10 +119,6 @@ def paged_gqa_kernel(
         m = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, D], tl.float32)
-        table_row = table + tl.load(table_rows + sequence).to(tl.int64) * table_stride
-        first, end = blocks * split // used, blocks * (split + 1) // used
-        key = first * BN + tl.arange(0, BN)
-        page = tl.load(table_row + key // BLOCK, mask=key < last, other=0)
         for _ in range(first, end):
             seen = key < last
             # Pages are read a block ahead, so that keys and values can be on their way early.
