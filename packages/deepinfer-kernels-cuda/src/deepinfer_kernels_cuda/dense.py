@@ -145,8 +145,9 @@ def dense_linear(
 
 def weighed_like(out: torch.Tensor, tiles: Tiles | None = None) -> Weighed:
     """Room for a product's result `out` on its way to a norm."""
-    cut = tiles_for(*out.shape, False, out.dtype) if tiles is None else tiles
-    squares = torch.empty(out.shape[0], -(-out.shape[1] // cut.outputs), dtype=torch.float32, device=out.device)
+    rows, width = out.shape
+    cut = tiles_for(rows, width, False, out.dtype) if tiles is None else tiles
+    squares = torch.empty(rows, -(-width // cut.outputs), dtype=torch.float32, device=out.device)
     return Weighed(torch.empty_like(out, memory_format=torch.contiguous_format), squares)
 
 
