@@ -113,23 +113,28 @@ def dense_linear(
     require_same_device(x, weight, norm_weight, residual, out, next_weight)
     (t, k), n = x.shape, weight.shape[0]
     fits = weight.shape[1] == k and weight.dtype == x.dtype
-    require(fits, f"weight is {tuple(weight.shape)} {weight.dtype}; x has {k} channels in {x.dtype}")
-    require(k <= MAX_WIDTH, f"x has {k} channels; allowed: up to {MAX_WIDTH}")
-    require(norm_weight is None or tuple(norm_weight.shape) == (k,), f"norm_weight does not have {k} channels")
+    require(fits, lambda: f"weight is {tuple(weight.shape)} {weight.dtype}; x has {k} channels in {x.dtype}")
+    require(k <= MAX_WIDTH, lambda: f"x has {k} channels; allowed: up to {MAX_WIDTH}")
+    require(norm_weight is None or tuple(norm_weight.shape) == (k,), lambda: f"norm_weight does not have {k} channels")
     if norm_weight is not None:
         require_inner("norm_weight", norm_weight)
     require(not swiglu or (n % 2 == 0 and residual is None), "swiglu takes an even number of weight rows, no residual")
     n = n // 2 if swiglu else n
-    require(residual is None or tuple(residual.shape) == (t, n), f"residual does not have shape {(t, n)}")
+    require(residual is None or tuple(residual.shape) == (t, n), lambda: f"residual does not have shape {(t, n)}")
     out = torch.empty(t, n, dtype=x.dtype, device=x.device) if out is None else out
-    require(tuple(out.shape) == (t, n) and out.dtype == x.dtype, f"out does not have shape {(t, n)} in {x.dtype}")
+    require(
+        tuple(out.shape) == (t, n) and out.dtype == x.dtype, lambda: f"out does not have shape {(t, n)} in {x.dtype}"
+    )
     require((weighed is None) == (next_weight is None), "weighed and next_weight come together")
-    require(next_weight is None or tuple(next_weight.shape) == (n,), f"next_weight does not have {n} channels")
+    require(next_weight is None or tuple(next_weight.shape) == (n,), lambda: f"next_weight does not have {n} channels")
     if t:
         cut = tiles_for(t, n, swiglu, x.dtype) if tiles is None else tiles
         spans = -(-n // cut.outputs)
         scaled, next_squares = (None, None) if weighed is None else weighed
-        require(next_squares is None or tuple(next_squares.shape) == (t, spans), f"weighed does not have {spans} parts")
+        require(
+            next_squares is None or tuple(next_squares.shape) == (t, spans),
+            lambda: f"weighed does not have {spans} parts",
+        )
         parts = 1 if squares is None else squares.shape[1]
         line = _LINE_BYTES // x.element_size()
         norm = 3 if squares is not None else cut.norm if norm_weight is not None else 0

@@ -60,7 +60,7 @@ def paged_gqa(
     """
     require_dims("q", q, 3)
     require_inner("q", q)
-    require(q.shape[1] % keys.shape[2] == 0, f"{q.shape[1]} heads are no multiple of {keys.shape[2]} kv heads")
+    require(q.shape[1] % keys.shape[2] == 0, lambda: f"{q.shape[1]} heads are no multiple of {keys.shape[2]} kv heads")
     out = torch.empty_like(q) if out is None else out
     return _attend(
         q, q.shape[1], keys, values, block_table, table_rows, query_starts, seq_lens, None, None, scale, max_queries,
@@ -103,11 +103,13 @@ def rope_gqa(
     kv_heads, d = keys.shape[2:]
     require(
         qkv.shape[1] == (heads + 2 * kv_heads) * d and heads % kv_heads == 0,
-        f"qkv has {qkv.shape[1]} channels; {heads} + 2 * {kv_heads} heads of {d} have others, or no whole groups",
+        lambda: (
+            f"qkv has {qkv.shape[1]} channels; {heads} + 2 * {kv_heads} heads of {d} have others, or no whole groups"
+        ),
     )
     require(
         rope.is_contiguous() and rope.shape[1:] == (2, d // 2) and d % 2 == 0,
-        f"rope has shape {tuple(rope.shape)}; it needs [n, 2, {d // 2}]",
+        lambda: f"rope has shape {tuple(rope.shape)}; it needs [n, 2, {d // 2}]",
     )
     out = torch.empty(len(qkv), heads, d, dtype=qkv.dtype, device=qkv.device) if out is None else out
     return _attend(
@@ -129,8 +131,10 @@ def _attend(
     require_inner("values", values)
     t, d = len(q), q.shape[2]
     block, kv_heads = keys.shape[1], keys.shape[2]
-    require(values.shape == keys.shape, f"values {tuple(values.shape)} and keys {tuple(keys.shape)} differ")
-    require(keys.shape[3] == d and d <= 256, f"head width {d} against {keys.shape[3]}; allowed: equal, up to 256")
+    require(values.shape == keys.shape, lambda: f"values {tuple(values.shape)} and keys {tuple(keys.shape)} differ")
+    require(
+        keys.shape[3] == d and d <= 256, lambda: f"head width {d} against {keys.shape[3]}; allowed: equal, up to 256"
+    )
     require_same_device(q, keys, values, block_table, table_rows, query_starts, seq_lens, rope, slots, arrived, out)
     sequences = seq_lens.shape[0]
     if not t or not sequences:
@@ -148,7 +152,7 @@ def _attend(
         partial = torch.empty(t, heads, splits, d, dtype=torch.float32, device=q.device)
         lse = torch.empty(t, heads, splits, dtype=torch.float32, device=q.device)
         arrived = torch.zeros(units, dtype=torch.int32, device=q.device) if arrived is None else arrived
-        require(len(arrived) >= units, f"arrived has {len(arrived)} counters; {units} are needed")
+        require(len(arrived) >= units, lambda: f"arrived has {len(arrived)} counters; {units} are needed")
     queries = min(bq, max_queries)
     paged_gqa_kernel[(tiles * splits, kv_heads, sequences)](
         q, q.stride(0), q.stride(1), keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
@@ -192,7 +196,7 @@ def markov_step(
     require_same_device(base_logits, previous, embed, head)
     b, vocab = base_logits.shape
     rank = head.shape[1]
-    require(head.shape[0] == vocab, f"head has {head.shape[0]} rows; logits have {vocab} columns")
+    require(head.shape[0] == vocab, lambda: f"head has {head.shape[0]} rows; logits have {vocab} columns")
     out = torch.empty(b, vocab, dtype=torch.float32, device=base_logits.device)
     if b:
         wide = head.dtype == torch.float32
