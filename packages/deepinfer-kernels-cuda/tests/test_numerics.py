@@ -94,7 +94,8 @@ def test_paged_gqa(heads, kv_heads, d, splits, monkeypatch) -> None:
     rows = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE)
     arrived = llama.arrivals(DEVICE)
     out = kernels.paged_gqa(q, keys, values, table, rows, starts, torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-                            scale=d**-0.5, max_queries=5, splits=splits, arrived=arrived)  # fmt: skip
+                            scale=d**-0.5, max_queries=5, cut=llama.Cut(16, 16, splits=splits),
+                            arrived=arrived)  # fmt: skip
     row_of = torch.tensor([0, 1, 1, 1, 1, 1, 3])
     positions = torch.tensor([lens[0] - 1, *range(lens[1] - counts[1], lens[1]), lens[3] - 1])
     want = attention.paged_gqa(q, keys, values, table, row_of, positions, scale=d**-0.5)
@@ -123,7 +124,7 @@ def test_rope_gqa(heads, kv_heads, d, splits, monkeypatch) -> None:
     rows, ends = torch.arange(5, dtype=torch.int32, device=DEVICE), (at + 1).int()
     arrived, before = llama.arrivals(DEVICE), qkv.clone()
     out = kernels.rope_gqa(qkv, rope, slots, keys, values, table, rows[:4], rows, ends, heads=heads, scale=d**-0.5,
-                           splits=splits, arrived=arrived)  # fmt: skip
+                           cut=llama.Cut(16, 16, splits=splits), arrived=arrived)  # fmt: skip
     assert (out - want).abs().max() < 1e-5
     assert (keys - want_keys).abs().max() < 1e-5
     assert torch.equal(values, want_values.float())

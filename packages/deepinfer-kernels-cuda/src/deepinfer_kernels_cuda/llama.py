@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .overlap import overlap
 
 _LOG2E = 1.4426950408889634
 #: Blocks that splitting the keys may bring onto the chip together.
 _BLOCKS = 640
-_MOST_SPLITS = 32
-#: Blocks of keys that are worth a split.
+_COUNTERS = 4096
+#: Steps of keys that are worth a split.
 _LEAST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How attention is cut.
+
+    Attributes:
+        rows: Rows of queries a block, heads of a group times tokens; a power of two, at least 16.
+        keys: Keys a step; a power of two.
+        warps: Warps a block.
+        stages: Steps in flight, one more than buffers.
+        splits: Most parts of a sequence's keys.
+    """
+
+    rows: int
+    keys: int = 64
+    warps: int = 4
+    stages: int = 3
+    splits: int = 1
+
+
+def cut_for(sequences: int, kv_heads: int, group: int, longest: int, dtype: torch.dtype) -> Cut:
+    """The cut that was fastest on an H200 for sequences of at most `longest` queries each."""
+    wide = dtype == torch.float32
+    if longest > 8:
+        return Cut(max(_power(group), 32 if wide else 64), keys=32 if wide else 64, stages=2)
+    rows = max(_power(group), 16)
+    units = sequences * kv_heads * -(-longest // (rows // group))
+    return Cut(rows, keys=32 if wide else 64, splits=max(1, min(32, _BLOCKS // units)))
 
 
 def arrivals(device: torch.device | str) -> torch.Tensor:
     """Counters through which the splits of a call meet: zeros, which it leaves. Calls that share them must not overlap."""
-    return torch.zeros(_BLOCKS, dtype=torch.int32, device=device)
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 
 
 def paged_gqa(
@@ -34,7 +63,7 @@ def paged_gqa(
     *,
     scale: float,
     max_queries: int,
-    splits: int | None = None,
+    cut: Cut | None = None,
     arrived: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -50,8 +79,7 @@ def paged_gqa(
         seq_lens: int32 [R], keys of each sequence; its queries are the last positions.
         scale: Logit scale.
         max_queries: Longest chunk.
-        splits: Most parts that a sequence's keys are cut into, short ones into fewer; default: enough blocks to fill the chip
-            when every chunk is short.
+        cut: How to cut the work; default: `cut_for`.
         arrived: `arrivals` of an earlier call; default: new ones.
         out: Where to write.
 
@@ -64,7 +92,7 @@ def paged_gqa(
     out = torch.empty_like(q) if out is None else out
     return _attend(
         q, q.shape[1], keys, values, block_table, table_rows, query_starts, seq_lens, None, None, scale, max_queries,
-        splits, arrived, out,
+        cut, arrived, out,
     )  # fmt: skip
 
 
@@ -81,17 +109,20 @@ def rope_gqa(
     *,
     heads: int,
     scale: float,
-    splits: int | None = None,
+    cut: Cut | None = None,
     arrived: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rope_insert`, then `paged_gqa`, of sequences with one new token each, in one kernel; qkv stays as it is.
 
+    Launched dependently, it reads block_table, table_rows, query_starts and seq_lens before it waits for the kernel ahead of it,
+    so that one must not write them.
+
     Args:
         qkv: [R, (heads + 2 * kv_heads) * d], queries, keys, values.
         rope: float32 [positions, 2, d / 2], cos and sin; channel pairs (k, k + d / 2).
         slots: int64 [R], block * block_size + offset; -1 = the cache has the token already.
-        keys, values, block_table, table_rows, query_starts, seq_lens, scale, splits, arrived: As of `paged_gqa`.
+        keys, values, block_table, table_rows, query_starts, seq_lens, scale, cut, arrived: As of `paged_gqa`.
         heads: Query heads.
         out: Where to write.
 
@@ -114,14 +145,14 @@ def rope_gqa(
     out = torch.empty(len(qkv), heads, d, dtype=qkv.dtype, device=qkv.device) if out is None else out
     return _attend(
         qkv.view(len(qkv), -1, d), heads, keys, values, block_table, table_rows, query_starts, seq_lens, rope, slots, scale,
-        1, splits, arrived, out,
+        1, cut, arrived, out,
     )  # fmt: skip
 
 
 def _attend(
     q: torch.Tensor, heads: int, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor,
     table_rows: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor, rope: torch.Tensor | None,
-    slots: torch.Tensor | None, scale: float, max_queries: int, splits: int | None, arrived: torch.Tensor | None,
+    slots: torch.Tensor | None, scale: float, max_queries: int, cut: Cut | None, arrived: torch.Tensor | None,
     out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     from .kernels.llama import paged_gqa_kernel
@@ -140,27 +171,24 @@ def _attend(
     if not t or not sequences:
         return out
     group = heads // kv_heads
-    wide = q.dtype == torch.float32
-    m = max(_power(group), 16 if max_queries <= 8 else 32 if wide else 64)
-    bq = m // group
+    cut = cut_for(sequences, kv_heads, group, max_queries, q.dtype) if cut is None else cut
+    bq = cut.rows // group
     tiles = -(-max_queries // bq)
-    units = sequences * kv_heads * tiles
-    if splits is None:
-        splits = 1 if max_queries > 8 or device_arch(q.device) == 0 else max(1, min(_MOST_SPLITS, _BLOCKS // units))
     partial = lse = out
-    if splits > 1:
-        partial = torch.empty(t, heads, splits, d, dtype=torch.float32, device=q.device)
-        lse = torch.empty(t, heads, splits, dtype=torch.float32, device=q.device)
+    if cut.splits > 1:
+        units = sequences * kv_heads * tiles
+        partial = torch.empty(t, heads, cut.splits, d, dtype=torch.float32, device=q.device)
+        lse = torch.empty(t, heads, cut.splits, dtype=torch.float32, device=q.device)
         arrived = torch.zeros(units, dtype=torch.int32, device=q.device) if arrived is None else arrived
         require(len(arrived) >= units, lambda: f"arrived has {len(arrived)} counters; {units} are needed")
     queries = min(bq, max_queries)
-    paged_gqa_kernel[(tiles * splits, kv_heads, sequences)](
+    paged_gqa_kernel[(tiles * cut.splits, kv_heads, sequences)](
         q, q.stride(0), q.stride(1), keys, values, keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2), block_table, block_table.stride(0), table_rows,
         query_starts, seq_lens, rope, slots, out, out.stride(0), out.stride(1), partial, lse, arrived, scale * _LOG2E,
-        splits,         GROUP=group, M=m, BQ=bq, BLOCK=block, BN=32 if wide else 64, WIDTH=d, D=max(16, _power(d)),
-        QUERIES=queries, ROWS=_power(queries * group), S=_power(splits), LEAST=_LEAST,
-        INSERT=rope is not None, EARLY=False, num_warps=4, num_stages=3 if max_queries <= 8 else 2, **overlap(q.device),
+        cut.splits, GROUP=group, M=cut.rows, BQ=bq, BLOCK=block, BN=cut.keys, WIDTH=d, D=max(16, _power(d)),
+        QUERIES=queries, ROWS=_power(queries * group), S=_power(cut.splits), LEAST=_LEAST, INSERT=rope is not None,
+        EARLY=rope is not None, num_warps=cut.warps, num_stages=cut.stages, **overlap(q.device),
     )  # fmt: skip
     return out
 

@@ -51,7 +51,7 @@ def _merge(partial, lse, out, out_stride_t, out_stride_h, start, tile, count, kv
     tl.store(target, result.to(out.dtype.element_ty), mask=here[:, None] & (channel < WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "table_stride"])
 def paged_gqa_kernel(
     q, q_stride_t, q_stride_h, keys, values, k_stride_b, k_stride_r, k_stride_h, v_stride_b, v_stride_r, v_stride_h,
     table, table_stride, table_rows, query_starts, seq_lens, rope, slots, out, out_stride_t, out_stride_h, partial, lse,
