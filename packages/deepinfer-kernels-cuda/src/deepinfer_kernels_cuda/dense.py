@@ -51,7 +51,7 @@ class Weighed(NamedTuple):
 def tiles_for(rows: int, outputs: int, swiglu: bool, dtype: torch.dtype) -> Tiles:
     """The tiles that were fastest on an H200 (2026-11-30) for such a product of SmolLM2's widths, weighed for or by a norm.
 
-    At 8, 64, 256 and 1,000 rows, over 100 MB of weights (`benchmarks/cases/gpu_dense.py`).
+    At 8, 64, 256, 512 and 1,000 rows, in CUDA graphs over 100 MB of weights (`benchmarks/cases/gpu_dense.py`).
     """
     if dtype == torch.float32:
         return Tiles(32, 32, 32, stages=2)
@@ -59,8 +59,10 @@ def tiles_for(rows: int, outputs: int, swiglu: bool, dtype: torch.dtype) -> Tile
         return Tiles(16, 32, 128, norm=1)
     if rows <= 96:
         return Tiles(64, 32) if outputs > 768 else Tiles(16, 32, 128)
-    if rows <= 512:
+    if rows <= 384:
         return Tiles(64, 64) if swiglu else Tiles(64, 32, stages=6)
+    if rows <= 768:
+        return Tiles(64, 64, stages=4 if swiglu else 6)
     return Tiles(128, 128, warps=8, stages=3) if swiglu else Tiles(128, 64, warps=8)
 
 
