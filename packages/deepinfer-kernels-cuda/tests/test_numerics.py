@@ -84,8 +84,7 @@ def test_moe_drops_padding_and_keeps_every_token() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "d", "splits"), [(9, 3, 64, 1), (4, 4, 32, 1), (8, 2, 48, 3), (6, 2, 16, 5)]
 )
-def test_paged_gqa(heads, kv_heads, d, splits, monkeypatch) -> None:
-    monkeypatch.setattr(llama, "_LEAST", 1)
+def test_paged_gqa(heads, kv_heads, d, splits) -> None:
     block = 8
     counts, lens = [1, 5, 0, 1], [119, 71, 30, 3]
     starts = torch.tensor([0, 1, 6, 6, 7], dtype=torch.int32, device=DEVICE)
@@ -94,7 +93,7 @@ def test_paged_gqa(heads, kv_heads, d, splits, monkeypatch) -> None:
     rows = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE)
     arrived = llama.arrivals(DEVICE)
     out = kernels.paged_gqa(q, keys, values, table, rows, starts, torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-                            scale=d**-0.5, max_queries=5, cut=llama.Cut(16, 16, splits=splits),
+                            scale=d**-0.5, max_queries=5, cut=llama.Cut(16, 16, splits=splits, least=1),
                             arrived=arrived)  # fmt: skip
     row_of = torch.tensor([0, 1, 1, 1, 1, 1, 3])
     positions = torch.tensor([lens[0] - 1, *range(lens[1] - counts[1], lens[1]), lens[3] - 1])
@@ -104,9 +103,8 @@ def test_paged_gqa(heads, kv_heads, d, splits, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "splits"), [(9, 3, 64, 1), (4, 4, 32, 4), (8, 2, 48, 3)])
-def test_rope_gqa(heads, kv_heads, d, splits, monkeypatch) -> None:
+def test_rope_gqa(heads, kv_heads, d, splits) -> None:
     """One kernel against a rotation, an insert and attention in float64; a token that the cache has is not written."""
-    monkeypatch.setattr(llama, "_LEAST", 1)
     block, lens = 8, [119, 64, 30, 1]
     keys, values, table = paged(lens, block, kv_heads, d)
     qkv = torch.cat([rand(4, (heads + 2 * kv_heads) * d), torch.full((4, 8), torch.nan, device=DEVICE)], 1)[:, :-8]
@@ -124,7 +122,7 @@ def test_rope_gqa(heads, kv_heads, d, splits, monkeypatch) -> None:
     rows, ends = torch.arange(5, dtype=torch.int32, device=DEVICE), (at + 1).int()
     arrived, before = llama.arrivals(DEVICE), qkv.clone()
     out = kernels.rope_gqa(qkv, rope, slots, keys, values, table, rows[:4], rows, ends, heads=heads, scale=d**-0.5,
-                           cut=llama.Cut(16, 16, splits=splits), arrived=arrived)  # fmt: skip
+                           cut=llama.Cut(16, 16, splits=splits, least=1), arrived=arrived)  # fmt: skip
     assert (out - want).abs().max() < 1e-5
     assert (keys - want_keys).abs().max() < 1e-5
     assert torch.equal(values, want_values.float())

@@ -58,16 +58,14 @@ def paged_gqa_kernel(
     arrived, scale_log2, splits,
     GROUP: tl.constexpr, M: tl.constexpr, BQ: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr, LEAST: tl.constexpr,
-    INSERT: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr = False,
+    INSERT: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (query tiles * splits, kv heads, sequences), splits <= S. A tile's M rows are BQ tokens x GROUP heads of a kv head.
 
     A split takes at least LEAST blocks of BN keys. The last one to arrive sums up what all have left. INSERT: sequences have
-    one token, q is followed by its keys and values; queries and key are rotated, key and value written to their slot. EARLY:
-    the kernel ahead does not write what says where the keys are.
+    one token, q is followed by its keys and values; queries and key are rotated, key and value written to their slot.
     """
-    if not EARLY:
-        begin(PDL)
+    begin(PDL)
     tile, split = tl.program_id(0), 0
     if S > 1:
         tile, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -82,14 +80,11 @@ def paged_gqa_kernel(
     used = 1
     if S > 1:
         used = tl.maximum(tl.minimum(tl.cdiv(blocks, LEAST), splits), 1)
-    live = (tile * BQ < count) & (split < used)
-    table_row = table + tl.load(table_rows + sequence).to(tl.int64) * table_stride
-    first, end = blocks * split // used, blocks * (split + 1) // used
-    key = first * BN + tl.arange(0, BN)
-    page = tl.load(table_row + key // BLOCK, mask=(key < last) & live, other=0)
-    if EARLY:
-        begin(PDL)
-    if live:
+    if (tile * BQ < count) & (split < used):
+        table_row = table + tl.load(table_rows + sequence).to(tl.int64) * table_stride
+        first, end = blocks * split // used, blocks * (split + 1) // used
+        key = first * BN + tl.arange(0, BN)
+        page = tl.load(table_row + key // BLOCK, mask=key < last, other=0)
         row = tl.arange(0, M)
         token = tile * BQ + row // GROUP
         here = (token < count) & (row < BQ * GROUP)
