@@ -25,6 +25,7 @@ class Cut:
         stages: Steps in flight, one more than buffers.
         splits: Most parts of a sequence's keys.
         least: Steps of keys that are worth a part.
+        ahead: Read pages a step ahead.
     """
 
     rows: int
@@ -33,19 +34,28 @@ class Cut:
     stages: int = 3
     splits: int = 1
     least: int = 4
+    ahead: bool = True
 
 
-def cut_for(sequences: int, kv_heads: int, group: int, longest: int, dtype: torch.dtype) -> Cut:
-    """The cut that was fastest on an H200 (2026-11-30) for sequences of at most `longest` queries each, SmolLM2's heads.
+def cut_for(sequences: int, kv_heads: int, group: int, width: int, longest: int, dtype: torch.dtype) -> Cut:
+    """The cut that was fastest on an H200 (2026-11-30) for sequences of at most `longest` queries each.
 
-    Few blocks need more steps in flight, and parts; of many, more are resident with fewer buffers.
+    Decode was measured with SmolLM2's heads (9 over 3 of 64: 16, 64, 256 and 1,000 sequences of 576 to 2,048 keys, one of
+    8,192) and an 8B model's (32 over 8 of 128: 64 of 2,048, one of 8,192).
     """
     keys = 32 if dtype == torch.float32 else 64
     if longest > 8:
         return Cut(max(_power(group), keys), keys, stages=2)
     rows = max(_power(group), 16)
     units = sequences * kv_heads * -(-longest // (rows // group))
-    return Cut(rows, keys, stages=3 if units <= 512 else 2, splits=max(1, min(32, 264 // units)))
+    if units <= 16:
+        return Cut(rows, keys, stages=3, splits=min(16 if width > 64 else 32, 320 // units))
+    if width > 64:
+        splits = max(1, 264 // units)
+        return Cut(rows, keys, stages=3 if splits > 1 else 2, splits=splits, ahead=splits > 1)
+    if units <= 512:
+        return Cut(rows, 32, warps=2, stages=4, splits=min(6, 640 // units))
+    return Cut(rows, keys, stages=2)
 
 
 def arrivals(device: torch.device | str) -> torch.Tensor:
@@ -169,7 +179,7 @@ def _attend(
     if not t or not sequences:
         return out
     group = heads // kv_heads
-    cut = cut_for(sequences, kv_heads, group, max_queries, q.dtype) if cut is None else cut
+    cut = cut_for(sequences, kv_heads, group, d, max_queries, q.dtype) if cut is None else cut
     bq = cut.rows // group
     tiles = -(-max_queries // bq)
     partial = lse = out
@@ -185,7 +195,8 @@ def _attend(
         values.stride(0), values.stride(1), values.stride(2), block_table, block_table.stride(0), table_rows,
         query_starts, seq_lens, rope, slots, out, out.stride(0), out.stride(1), partial, lse, arrived, scale * _LOG2E,
         cut.splits, GROUP=group, M=cut.rows, BQ=bq, BLOCK=block, BN=cut.keys, WIDTH=d, D=max(16, _power(d)),
-        QUERIES=queries, ROWS=_power(queries * group), S=_power(cut.splits), LEAST=cut.least, INSERT=rope is not None,
+        QUERIES=queries, ROWS=_power(queries * group), S=_power(cut.splits), LEAST=cut.least,
+        INSERT=rope is not None, AHEAD=cut.ahead,
         num_warps=cut.warps, num_stages=cut.stages, **overlap(q.device),
     )  # fmt: skip
     return out

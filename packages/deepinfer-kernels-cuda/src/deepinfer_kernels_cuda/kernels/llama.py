@@ -58,12 +58,13 @@ def paged_gqa_kernel(
     arrived, scale_log2, splits,
     GROUP: tl.constexpr, M: tl.constexpr, BQ: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr, LEAST: tl.constexpr,
-    INSERT: tl.constexpr, PDL: tl.constexpr = False,
+    INSERT: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (query tiles * splits, kv heads, sequences), splits <= S. A tile's M rows are BQ tokens x GROUP heads of a kv head.
 
     A split takes at least LEAST blocks of BN keys. The last one to arrive sums up what all have left. INSERT: sequences have
-    one token, q is followed by its keys and values; queries and key are rotated, key and value written to their slot.
+    one token, q is followed by its keys and values; queries and key are rotated, key and value written to their slot. AHEAD reads
+    pages a step ahead, so that keys and values are on their way early; it takes registers.
     """
     begin(PDL)
     tile, split = tl.program_id(0), 0
@@ -83,8 +84,9 @@ def paged_gqa_kernel(
     if (tile * BQ < count) & (split < used):
         table_row = table + tl.load(table_rows + sequence).to(tl.int64) * table_stride
         first, end = blocks * split // used, blocks * (split + 1) // used
-        key = first * BN + tl.arange(0, BN)
-        page = tl.load(table_row + key // BLOCK, mask=key < last, other=0)
+        if AHEAD:
+            key = first * BN + tl.arange(0, BN)
+            page = tl.load(table_row + key // BLOCK, mask=key < last, other=0)
         row = tl.arange(0, M)
         token = tile * BQ + row // GROUP
         here = (token < count) & (row < BQ * GROUP)
@@ -114,10 +116,14 @@ def paged_gqa_kernel(
         m = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, D], tl.float32)
-        for _ in range(first, end):
+        for block in range(first, end):
+            if not AHEAD:
+                key = block * BN + tl.arange(0, BN)
             seen = key < last
-            # Pages are read a block ahead, so that keys and values can be on their way early.
-            ahead = tl.load(table_row + (key + BN) // BLOCK, mask=key + BN < last, other=0)
+            if AHEAD:
+                ahead = tl.load(table_row + (key + BN) // BLOCK, mask=key + BN < last, other=0)
+            else:
+                page = tl.load(table_row + key // BLOCK, mask=seen, other=0)
             inner = (key % BLOCK).to(tl.int64)
             mask = seen[:, None] & (channel < WIDTH)[None, :]
             p64 = page.to(tl.int64)
@@ -134,8 +140,9 @@ def paged_gqa_kernel(
             total = total * alpha + tl.sum(p, 1)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
             m = m_new
-            key += BN
-            page = ahead
+            if AHEAD:
+                key += BN
+                page = ahead
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         if used == 1:
             target = out + t64[:, None] * out_stride_t + head[:, None] * out_stride_h + channel[None, :]

@@ -15,6 +15,8 @@ from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
 from deepinfer_offline.ops.cuda.support import kernels
 
 _MAX_HEAD_DIM = 256
+_FUSED_HEAD_DIM = 64
+"""Widest head for which rotation and insert inside the attention kernel were measured faster than a kernel of their own."""
 
 
 def shape_reason(shape: Any) -> str | None:
@@ -114,7 +116,7 @@ class CudaAttention:
     ) -> torch.Tensor:
         s, p = self.shape, prepared
         keys, values = cache[:, 0], cache[:, 1]
-        if p.decodes == len(qkv) and q_norm is None:
+        if p.decodes == len(qkv) and q_norm is None and s.head_dim <= _FUSED_HEAD_DIM:
             return self._kernels.rope_gqa(
                 qkv,
                 p.rope,
