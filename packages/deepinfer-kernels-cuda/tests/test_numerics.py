@@ -93,7 +93,7 @@ def test_paged_gqa(heads, kv_heads, d, splits) -> None:
     rows = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE)
     arrived = llama.arrivals(DEVICE)
     out = kernels.paged_gqa(q, keys, values, table, rows, starts, torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-                            scale=d**-0.5, max_queries=5, cut=llama.Cut(16, 16, splits=splits, least=1),
+                            scale=d**-0.5, max_queries=5, cut=llama.Cut(16, 16, splits=splits, least=1, ahead=splits != 1),
                             arrived=arrived)  # fmt: skip
     row_of = torch.tensor([0, 1, 1, 1, 1, 1, 3])
     positions = torch.tensor([lens[0] - 1, *range(lens[1] - counts[1], lens[1]), lens[3] - 1])
