@@ -310,16 +310,25 @@ def run_gqa(recorder: Recorder) -> None:
             starts = torch.arange(0, sequences * chunk + 1, chunk, device="cuda").int()
             lens = torch.full((sequences,), length, device="cuda").int()
             rows = torch.arange(sequences, device="cuda").int()
-            q = torch.randn(sequences * chunk, heads, d, device="cuda").bfloat16()
+            qkv = torch.randn(sequences * chunk, (heads + 2 * kv) * d, device="cuda").bfloat16()
+            q = qkv.view(len(qkv), -1, d)[:, :heads]
+            rope = torch.randn(length, 2, d // 2, device="cuda")
+            slots = table[:, -1].long() * size + size - 1
+            arrived = kernels.arrivals("cuda")
             pairs = chunk * length - chunk * (chunk - 1) // 2
-            recorder.record(
-                "paged_gqa",
-                f"{name} {sequences}x{chunk} of {length}",
-                "portable",
-                lambda: kernels.paged_gqa(q, keys, values, table, rows, starts, lens, scale=d**-0.5, max_queries=chunk),
-                nbytes=sequences * length * kv * d * 4 + q.numel() * 4,
-                flops=4 * sequences * pairs * heads * d,
-            )
+            nbytes, flops = sequences * length * kv * d * 4 + q.numel() * 4, 4 * sequences * pairs * heads * d
+            where = (keys, values, table, rows, starts, lens)
+            shape = f"{name} {sequences}x{chunk} of {length}"
+
+            def attend() -> torch.Tensor:
+                return kernels.paged_gqa(q, *where, scale=d**-0.5, max_queries=chunk, arrived=arrived)
+
+            def decode() -> torch.Tensor:
+                return kernels.rope_gqa(qkv, rope, slots, *where, heads=heads, scale=d**-0.5, arrived=arrived)
+
+            recorder.record("paged_gqa", shape, "portable", attend, nbytes=nbytes, flops=flops)
+            if chunk == 1:
+                recorder.record("rope_gqa", shape, "portable", decode, nbytes=nbytes, flops=flops)
 
 
 def run(recorder: Recorder) -> None:

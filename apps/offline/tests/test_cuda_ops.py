@@ -34,7 +34,7 @@ from deepinfer_offline.ops.cuda.attention import CudaAttention, shape_reason
 from deepinfer_offline.ops.cuda.linear import CublasLinear
 from deepinfer_offline.ops.cuda.products import FusedProducts, widths_reason
 from deepinfer_offline.ops.deepsig import kv_gather
-from deepinfer_offline.ops.linear import silu_mul
+from deepinfer_offline.ops.linear import TorchLinear, silu_mul
 from deepinfer_offline.ops.norm import rms_norm
 from deepinfer_offline.ops.products import LayerWidths, SeparateProducts
 from deepinfer_offline.ops.rope import RopeConfig, rope_table
@@ -207,14 +207,21 @@ def attention_batch(counts: list[int], starts: list[int], floors: list[int], blo
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "normed"), [(3, 1, 16, False), (4, 2, 20, True)])
-def test_paged_attention_is_the_portable_one(heads: int, kv_heads: int, dim: int, normed: bool) -> None:
+MIXED, DECODE = ([1, 1, 5, 6], [0, 12, 0, 3], [0, 0, 0, 5]), ([1, 1, 1, 1], [0, 12, 30, 3], [0, 0, 31, 0])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "normed", "rows"),
+    [(3, 1, 16, False, MIXED), (4, 2, 20, True, MIXED), (3, 1, 16, False, DECODE), (4, 2, 20, True, DECODE)],
+)
+def test_paged_attention_is_the_portable_one(heads: int, kv_heads: int, dim: int, normed: bool, rows: tuple) -> None:
+    """Steps of decode rows alone too, where a row below its write floor finds its key in the cache."""
     shape = AttentionShape(heads, kv_heads, dim, 4, torch.float32, "cpu")
-    batch = attention_batch([1, 1, 5, 6], [0, 12, 0, 3], [0, 0, 0, 5], 4)
+    batch = attention_batch(*rows, 4)
     rope = rope_table(RopeConfig(dim), 64, "cpu")
     torch.manual_seed(heads)
     norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else (None, None)
-    blocks, history, qkv = 40, torch.randn(2, kv_heads, 40, 4, dim), torch.randn(13, shape.qkv_width)
+    blocks, history, qkv = 40, torch.randn(2, kv_heads, 40, 4, dim), torch.randn(sum(rows[0]), shape.qkv_width)
     portable, kernel = TorchAttention(shape), CudaAttention(shape)
     expected_cache, cache = portable.allocate(blocks), kernel.allocate(blocks)
     expected_cache.copy_(history)
@@ -254,17 +261,21 @@ def test_small_layers_are_the_separate_ops(rows: int, monkeypatch: pytest.Monkey
     """Both ways of a row count: 11 rows at most take the kernel, more do not."""
     monkeypatch.setattr(cuda_products, "_MAX_ROWS", 11)
     separate, fused = SeparateProducts(rms_norm, silu_mul), FusedProducts(rms_norm, silu_mul)
-    calls, dense = [], fused._dense
-    monkeypatch.setattr(fused, "_dense", lambda *args, **options: (calls.append(rows), dense(*args, **options))[1])
+    calls, dense = [], fused._kernels.dense_linear
+    monkeypatch.setattr(
+        fused._kernels, "dense_linear", lambda *args, **more: (calls.append(rows), dense(*args, **more))[1]
+    )
     torch.manual_seed(rows)
-    x, residual, norm = torch.randn(rows, 48), torch.randn(rows, 40), torch.rand(48) + 0.5
-    linear = CublasLinear(torch.randn(40, 48) * 48**-0.5)
-    for name, args in (("normed", (x, norm, 1e-5)), ("gated", (x, norm, 1e-5))):
-        expected, found = (getattr(ops, name)(linear, *args) for ops in (separate, fused))
-        assert (found - expected).abs().max() < NEAR, name
-    found = fused.added(linear, residual.clone(), x)
-    assert (found - separate.added(linear, residual.clone(), x)).abs().max() < NEAR
-    assert len(calls) == (3 if rows <= 11 else 0)
+    x, residual, norm = torch.randn(rows, 48), torch.randn(rows, 40), torch.rand(40) + 0.5
+    down, up = CublasLinear(torch.randn(40, 48) * 48**-0.5), CublasLinear(torch.randn(64, 40) * 40**-0.5)
+    for weight in (None, norm):
+        expected, found = (ops.added(down, residual.clone(), x, weight) for ops in (separate, fused))
+        assert (found.hidden - expected.hidden).abs().max() < NEAR
+        assert (found.weighed is None) == (weight is None or rows > 11)
+        for linear, name in ((up, "normed"), (up, "gated"), (TorchLinear(up.weight), "normed")):
+            want, result = (getattr(o, name)(linear, s, norm, 1e-5) for o, s in ((separate, expected), (fused, found)))
+            assert (result - want).abs().max() < NEAR, name
+    assert len(calls) == (6 if rows <= 11 else 0), "a layer of another provider is called itself"
 
 
 def test_widths_that_the_products_refuse_say_why() -> None:

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from deepinfer_kernels_cuda.dense import Tiles, dense_linear  # noqa: E402
+from deepinfer_kernels_cuda.dense import Tiles, Weighed, dense_linear, weighed_like  # noqa: E402
 from deepinfer_kernels_cuda.errors import ArgumentError  # noqa: E402
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -70,6 +70,23 @@ def test_product_with_its_surroundings(t, k, n, kind) -> None:
 
 
 @runs
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("cut", [None, Tiles(16, 16, 32, stages=2)])
+def test_a_product_leaves_its_rows_for_the_norm_after_it(cut, swiglu) -> None:
+    """Two products with a norm between them; the width is no multiple of a block's."""
+    x, first, second = (torch.randn(*shape).to(DEVICE) for shape in ((21, 48), (40, 48), (24, 40)))
+    residual, gain = (torch.randn(21, 40) * 10.0 ** torch.randint(-3, 2, (21, 1))).to(DEVICE), torch.rand(40).to(DEVICE)
+    middle = wanted(x, first, None, residual, False)
+    weighed = weighed_like(residual, cut)
+    dense_linear(x, first, residual=residual, out=residual, weighed=weighed, next_weight=gain, tiles=cut)
+    assert (residual - middle).abs().max() < 1e-5
+    assert torch.equal(weighed.rows, residual * gain), "rounded once"
+    found = dense_linear(weighed, second, eps=EPS, swiglu=swiglu, tiles=cut)
+    want = wanted(middle, second, gain, None, swiglu)
+    assert (found - want).abs().max() <= 1e-5 * (1 + want.abs().max())
+
+
+@runs
 def test_the_residual_may_be_the_result() -> None:
     x, weight, residual = (torch.randn(*shape).to(DEVICE) for shape in ((19, 32), (24, 32), (19, 24)))
     want = wanted(x, weight, None, residual, False)
@@ -98,6 +115,10 @@ def test_bfloat16_on_a_gpu(t, k, n, kind) -> None:
     ("change", "word"),
     [({"weight": torch.ones(8, 16)}, "weight"), ({"norm_weight": torch.ones(3)}, "norm_weight"),
      ({"residual": torch.ones(2, 7)}, "residual"), ({"out": torch.ones(2, 7)}, "out"),
+     ({"weighed": Weighed(torch.ones(2, 8), torch.ones(2, 1))}, "next_weight"),
+     ({"norm_weight": torch.ones(64)[::2]}, "norm_weight"),
+     ({"x": Weighed(torch.ones(2, 32), torch.ones(2, 1)), "norm_weight": torch.ones(32)}, "norm_weight"),
+     ({"weighed": Weighed(torch.ones(2, 8), torch.ones(2, 9)), "next_weight": torch.ones(8)}, "parts"),
      ({"swiglu": True, "residual": torch.ones(2, 8)}, "swiglu"), ({"weight": torch.ones(8, 32).bfloat16()}, "weight")],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_named(change, word) -> None:

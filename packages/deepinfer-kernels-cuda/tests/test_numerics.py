@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import deepinfer_kernels_cuda as kernels  # noqa: E402
+from deepinfer_kernels_cuda import llama  # noqa: E402
 from deepinfer_kernels_cuda.errors import ArgumentError  # noqa: E402
 from deepinfer_kernels_cuda.layouts import V4  # noqa: E402
 from deepinfer_kernels_cuda.reference import attention, experts, records  # noqa: E402
@@ -80,28 +81,72 @@ def test_moe_drops_padding_and_keeps_every_token() -> None:
     assert kernels.moe_experts(x[:0], ids[:0], gates[:0], packed, limit=2.0).shape == (0, 64)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "d", "splits"), [(9, 3, 64, 1), (4, 4, 32, 1), (8, 2, 48, 3)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "splits"), [(9, 3, 64, 1), (4, 4, 32, 1), (8, 2, 48, 3), (6, 2, 16, 5)]
+)
 def test_paged_gqa(heads, kv_heads, d, splits) -> None:
     block = 8
-    counts, lens = [1, 5, 1], [19, 11, 3]
-    starts = torch.tensor([0, 1, 6, 7], dtype=torch.int32, device=DEVICE)
-    keys = torch.full((12, block, kv_heads, d), torch.nan, device=DEVICE)
+    counts, lens = [1, 5, 0, 1], [119, 71, 30, 3]
+    starts = torch.tensor([0, 1, 6, 6, 7], dtype=torch.int32, device=DEVICE)
+    keys, values, table = paged(lens, block, kv_heads, d)
+    q = rand(7, heads, d)
+    rows = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE)
+    arrived = llama.arrivals(DEVICE)
+    out = kernels.paged_gqa(q, keys, values, table, rows, starts, torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+                            scale=d**-0.5, max_queries=5, cut=llama.Cut(16, 16, splits=splits, least=1, ahead=splits != 1),
+                            arrived=arrived)  # fmt: skip
+    row_of = torch.tensor([0, 1, 1, 1, 1, 1, 3])
+    positions = torch.tensor([lens[0] - 1, *range(lens[1] - counts[1], lens[1]), lens[3] - 1])
+    want = attention.paged_gqa(q, keys, values, table, row_of, positions, scale=d**-0.5)
+    assert (out - want).abs().max() < 1e-5
+    assert not arrived.any(), "counters are left as they were found"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "d", "splits"), [(9, 3, 64, 1), (4, 4, 32, 4), (8, 2, 48, 3)])
+def test_rope_gqa(heads, kv_heads, d, splits) -> None:
+    """One kernel against a rotation, an insert and attention in float64; a token that the cache has is not written."""
+    block, lens = 8, [119, 64, 30, 1]
+    keys, values, table = paged(lens, block, kv_heads, d)
+    qkv = torch.cat([rand(4, (heads + 2 * kv_heads) * d), torch.full((4, 8), torch.nan, device=DEVICE)], 1)[:, :-8]
+    angle = torch.rand(128, d // 2, dtype=torch.float64, device=DEVICE) * 7
+    rope = torch.stack([angle.cos(), angle.sin()], 1).float()
+    at = torch.tensor(lens, device=DEVICE) - 1
+    slots = table[torch.arange(4, device=DEVICE), at // block].long() * block + at % block
+    slots[2] = -1
+    q, new_keys, new_values = qkv.double().view(4, -1, d).split([heads, kv_heads, kv_heads], 1)
+    q, new_keys = (turned(x, angle[at]) for x in (q, new_keys))
+    want_keys, want_values = keys.double(), values.double()
+    for row in (0, 1, 3):
+        want_keys.flatten(0, 1)[slots[row]], want_values.flatten(0, 1)[slots[row]] = new_keys[row], new_values[row]
+    want = attention.paged_gqa(q, want_keys, want_values, table, torch.arange(4), at, scale=d**-0.5)
+    rows, ends = torch.arange(5, dtype=torch.int32, device=DEVICE), (at + 1).int()
+    arrived, before = llama.arrivals(DEVICE), qkv.clone()
+    out = kernels.rope_gqa(qkv, rope, slots, keys, values, table, rows[:4], rows, ends, heads=heads, scale=d**-0.5,
+                           cut=llama.Cut(16, 16, splits=splits, least=1), arrived=arrived)  # fmt: skip
+    assert (out - want).abs().max() < 1e-5
+    assert (keys - want_keys).abs().max() < 1e-5
+    assert torch.equal(values, want_values.float())
+    assert torch.equal(qkv, before)
+    assert not arrived.any()
+
+
+def turned(x, angle):
+    low, high = x.chunk(2, -1)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+def paged(lens, block, kv_heads, d):
+    """Keys, values and table of sequences; what lies past an end is large: a kernel must not let it in."""
+    columns = -(-max(lens) // block)
+    keys = torch.full((len(lens) * columns, block, kv_heads, d), 1e4, device=DEVICE)
     values = keys.clone()
-    table = torch.randperm(12)[:9].view(3, 3).to(DEVICE, torch.int32)
+    table = torch.randperm(len(lens) * columns).view(len(lens), columns).to(DEVICE, torch.int32)
     for row, length in enumerate(lens):
         for position in range(length):
             at = table[row, position // block], position % block
             keys[at], values[at] = rand(kv_heads, d), rand(kv_heads, d)
-    q = rand(7, heads, d)
-    rows = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
-    # Positions after the end are NaN in memory: the kernel must not let them in.
-    keys, values = keys.nan_to_num(1e4), values.nan_to_num(1e4)
-    out = kernels.paged_gqa(q, keys, values, table, rows, starts, torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-                            scale=d**-0.5, max_queries=5, splits=splits)  # fmt: skip
-    row_of = torch.tensor([0, 1, 1, 1, 1, 1, 2])
-    positions = torch.tensor([lens[0] - 1, *range(lens[1] - counts[1], lens[1]), lens[2] - 1])
-    want = attention.paged_gqa(q, keys, values, table, row_of, positions, scale=d**-0.5)
-    assert (out - want).abs().max() < 1e-5
+    return keys, values, table
 
 
 def test_sampling() -> None:

@@ -14,7 +14,7 @@ from .layouts import FP8, LAYOUT_VERSION, MXFP4, NVFP4, RecordFormat
 
 if TYPE_CHECKING:
     from .attention import sparse_mla_decode, sparse_mla_prefill
-    from .dense import dense_linear
+    from .dense import Weighed, dense_linear, weighed_like
     from .experts import PackedExperts, moe_experts, prepare_experts
     from .libraries import (
         DeepEpParallel,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         library_reason,
         library_table,
     )
-    from .llama import MarkovStep, markov_step, paged_gqa
+    from .llama import MarkovStep, arrivals, markov_step, paged_gqa, rope_gqa
     from .llama_rows import argmax, cache_slots, llama_norm, rope_insert, silu_mul
     from .mhc import HyperMix, MhcStep, mhc_collapse, mhc_post, mhc_pre, mhc_step
     from .microscaled import MxLinear, dequantize, mx_linear
@@ -72,9 +72,13 @@ _LAZY = {
     "MarkovStep": "llama",
     "apply_bitmask": "sampling",
     "markov_step": "llama",
+    "arrivals": "llama",
     "paged_gqa": "llama",
+    "rope_gqa": "llama",
     "argmax": "llama_rows",
+    "Weighed": "dense",
     "dense_linear": "dense",
+    "weighed_like": "dense",
     "cache_slots": "llama_rows",
     "llama_norm": "llama_rows",
     "rope_insert": "llama_rows",
@@ -150,9 +154,11 @@ __all__ = [
     "RecordFormat",
     "UnsupportedDeviceError",
     "Verification",
+    "Weighed",
     "WindowIndex",
     "apply_bitmask",
     "argmax",
+    "arrivals",
     "cache_slots",
     "candidate_mask",
     "capability_table",
@@ -194,6 +200,7 @@ __all__ = [
     "prepare_experts",
     "rms_norm",
     "rope",
+    "rope_gqa",
     "rope_insert",
     "rope_round",
     "rotation",
@@ -208,6 +215,7 @@ __all__ = [
     "v4_gather",
     "v4_insert",
     "verify_drafts",
+    "weighed_like",
     "window_index",
 ]
 

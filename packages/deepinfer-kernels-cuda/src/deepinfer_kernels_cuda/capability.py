@@ -90,6 +90,7 @@ OPS: dict[str, OpSupport] = {
     "engram_gather": OpSupport(_PORTABLE),
     "markov_step": OpSupport(_PORTABLE),
     "paged_gqa": OpSupport(_PORTABLE),
+    "rope_gqa": OpSupport(_PORTABLE),
     "rotation": OpSupport(_PORTABLE),
     "step_inputs": OpSupport(_PORTABLE),
     "rope_round": OpSupport(_PORTABLE),

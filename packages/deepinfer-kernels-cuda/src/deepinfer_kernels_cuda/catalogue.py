@@ -101,13 +101,14 @@ _MHC_STREAM = (
     "tokens=i32 d=i32 spans=i32 tiles=i32"
 )
 _DENSE = (
-    "x=*bf16 x_stride=i32 weight=*bf16 w_stride=i32 norm_weight=*bf16 eps=fp32 residual=*bf16 residual_stride=i32 out=*bf16 "
-    "out_stride=i32 rows=i32"
+    "x=*bf16 x_stride=i32 weight=*bf16 w_stride=i32 norm_weight=*bf16 eps=fp32 squares_in=*fp32 residual=*bf16 "
+    "residual_stride=i32 out=*bf16 out_stride=i32 next_weight=*bf16 scaled=*bf16 squares_out=*fp32 rows=i32 parts=i32"
 )
 _GQA = (
     "q=*bf16 q_stride_t=i32 q_stride_h=i32 keys=*bf16 values=*bf16 k_stride_b=i64 k_stride_r=i64 k_stride_h=i64 "
     "v_stride_b=i64 v_stride_r=i64 v_stride_h=i64 table=*i32 table_stride=i32 table_rows=*i32 query_starts=*i32 "
-    "seq_lens=*i32 out=*bf16 out_stride_t=i32 out_stride_h=i32 partial=*fp32 lse=*fp32 scale_log2=fp32"
+    "seq_lens=*i32 rope=*fp32 slots=*i64 out=*bf16 out_stride_t=i32 out_stride_h=i32 partial=*fp32 lse=*fp32 arrived=*i32 "
+    "scale_log2=fp32 splits=i32"
 )
 
 
@@ -124,8 +125,9 @@ def _dense(
     stages: int = 4,
     **more: Any,
 ) -> KernelSpec:
-    constants = {"N": n, "K": k, "NORM": 0 if kind == "add" else 2, "SWIGLU": kind == "swiglu", "ADD": kind == "add",
-                 "BM": rows, "BN": outputs, "BK": inputs, "LINE": 64, "LINES": 32}  # fmt: skip
+    norm = {"add": 0, "norm": 2, "swiglu": 3}[kind]
+    constants = {"N": n, "K": k, "NORM": norm, "SWIGLU": kind == "swiglu", "ADD": kind == "add", "SCALE": kind == "add",
+                 "BM": rows, "BN": outputs, "BK": inputs, "LINE": 64, "LINES": 32, "PARTS": 32}  # fmt: skip
     return KernelSpec(f"dense_{name}", "kernels.dense:dense_linear_kernel", _DENSE, constants, min_mma=2,
                       options={"num_warps": warps, "num_stages": stages}, **more)  # fmt: skip
 
@@ -317,11 +319,14 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         "base=*fp32 base_stride=i32 previous=*i64 embed=*bf16 head=*bf16 out=*fp32 batch=i32 vocab=i32",
         {"RANK": 256, "R": 256, "BB": 64, "BV": 64}, min_mma=1),
     KernelSpec("paged_gqa_decode", "kernels.llama:paged_gqa_kernel", _GQA,
-        {"GROUP": 3, "GROUP_PAD": 4, "BQ": 4, "BLOCK": 16, "BN": 64, "WIDTH": 64, "D": 64, "SPLITS": 1},
-        options={"num_warps": 4, "num_stages": 2}, min_mma=1, quick=True),
+        {"GROUP": 3, "M": 16, "BQ": 5, "BLOCK": 16, "BN": 64, "WIDTH": 64, "D": 64, "QUERIES": 1, "ROWS": 4,
+         "S": 1, "LEAST": 4, "INSERT": True, "AHEAD": True}, options={"num_warps": 4, "num_stages": 2}, min_mma=1, quick=True),
+    KernelSpec("paged_gqa_splits", "kernels.llama:paged_gqa_kernel", _GQA,
+        {"GROUP": 4, "M": 16, "BQ": 4, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "QUERIES": 4, "ROWS": 16,
+          "S": 8, "LEAST": 4, "INSERT": False, "AHEAD": True}, options={"num_warps": 4, "num_stages": 2}, min_mma=1),
     KernelSpec("paged_gqa_prefill", "kernels.llama:paged_gqa_kernel", _GQA,
-        {"GROUP": 4, "GROUP_PAD": 4, "BQ": 16, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "SPLITS": 1},
-        options={"num_warps": 4, "num_stages": 2}, min_mma=1),
+        {"GROUP": 4, "M": 64, "BQ": 16, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "QUERIES": 16, "ROWS": 64,
+          "S": 1, "LEAST": 4, "INSERT": False, "AHEAD": True}, options={"num_warps": 4, "num_stages": 2}, min_mma=1),
     KernelSpec("window_index", "kernels.v41_step:window_index_kernel",
         "positions=*i64 owners=*i32 floors=*i32 table=*i32 table_stride=i32 own=*i64 index=*i32 window=i32",
         {"BLOCK": 16, "W": 128}, options={"num_warps": 1}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -35,21 +36,38 @@ class Tiles:
     norm: int = 2
 
 
-def tiles_for(rows: int, outputs: int, inputs: int, swiglu: bool, dtype: torch.dtype) -> Tiles:
-    """The tiles that were fastest on an H200 for such a product of SmolLM2's widths (`benchmarks/cases/gpu_dense.py`)."""
+class Weighed(NamedTuple):
+    """Rows on their way to a norm: what the product after it needs of them.
+
+    Attributes:
+        rows: [t, k], times the norm's weight, rounded once.
+        squares: float32 [t, parts], sums of squares of parts of each row before that.
+    """
+
+    rows: torch.Tensor
+    squares: torch.Tensor
+
+
+def tiles_for(rows: int, outputs: int, swiglu: bool, dtype: torch.dtype) -> Tiles:
+    """The tiles that were fastest on an H200 (2026-11-30) for such a product of SmolLM2's widths, weighed for or by a norm.
+
+    At 8, 64, 256, 512 and 1,000 rows, in CUDA graphs over 100 MB of weights (`benchmarks/cases/gpu_dense.py`).
+    """
     if dtype == torch.float32:
         return Tiles(32, 32, 32, stages=2)
-    if rows <= 96:
+    if rows <= 32:
         return Tiles(16, 32, 128, norm=1)
-    if rows <= 512:
+    if rows <= 96:
+        return Tiles(64, 32) if outputs > 768 else Tiles(16, 32, 128)
+    if rows <= 384:
         return Tiles(64, 64) if swiglu else Tiles(64, 32, stages=6)
-    if swiglu:
-        return Tiles(128, 128, warps=8, stages=3)
-    return Tiles(128, 64, warps=8 if inputs > 1024 else 4) if outputs <= 768 else Tiles(64, 64)
+    if rows <= 768:
+        return Tiles(64, 64, stages=4 if swiglu else 6)
+    return Tiles(128, 128, warps=8, stages=3) if swiglu else Tiles(128, 64, warps=8)
 
 
 def dense_linear(
-    x: torch.Tensor,
+    x: torch.Tensor | Weighed,
     weight: torch.Tensor,
     *,
     norm_weight: torch.Tensor | None = None,
@@ -57,6 +75,8 @@ def dense_linear(
     residual: torch.Tensor | None = None,
     swiglu: bool = False,
     out: torch.Tensor | None = None,
+    weighed: Weighed | None = None,
+    next_weight: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """`[norm](x) @ weight^T`, then SwiGLU or the sum with a residual; float32 inside.
@@ -67,7 +87,7 @@ def dense_linear(
     Launched dependently, it asks for its weights before it waits for the kernel ahead of it.
 
     Args:
-        x: [t, k], last dimension contiguous, k <= 4096.
+        x: [t, k], last dimension contiguous, k <= 4096. `Weighed` rows are normalised too, with the weight that they have.
         weight: [n, k], last dimension contiguous; with `swiglu` the n / 2 gates come first. It must not change while kernels
             that were enqueued run.
         norm_weight: [k], or None for no norm.
@@ -75,6 +95,8 @@ def dense_linear(
         residual: [t, n] to add, or None.
         swiglu: Return `round(silu(gate)) * up` of the rounded halves.
         out: Where to write; may be the residual. [t, n], with `swiglu` [t, n / 2].
+        weighed: Where to leave the result for the norm after it, from `weighed_like`.
+        next_weight: [n] of that norm; comes with `weighed`.
         tiles: How to cut the work; default: `tiles_for`.
 
     Returns:
@@ -82,35 +104,59 @@ def dense_linear(
     """
     from .kernels.dense import dense_linear_kernel
 
+    squares = None
+    if isinstance(x, Weighed):
+        require(norm_weight is None, "weighed rows have their norm_weight already")
+        x, squares = x
     for name, tensor in (("x", x), ("weight", weight), ("residual", residual), ("out", out)):
         if tensor is not None:
             require_dims(name, tensor, 2)
             require_inner(name, tensor)
-    require_same_device(x, weight, norm_weight, residual, out)
+    require_same_device(x, weight, norm_weight, residual, out, next_weight)
     (t, k), n = x.shape, weight.shape[0]
-    require(
-        weight.shape[1] == k and weight.dtype == x.dtype,
-        f"weight is {tuple(weight.shape)} {weight.dtype}; x has {k} channels in {x.dtype}",
-    )
-    require(k <= MAX_WIDTH, f"x has {k} channels; allowed: up to {MAX_WIDTH}")
-    require(norm_weight is None or tuple(norm_weight.shape) == (k,), f"norm_weight does not have {k} channels")
+    fits = weight.shape[1] == k and weight.dtype == x.dtype
+    require(fits, lambda: f"weight is {tuple(weight.shape)} {weight.dtype}; x has {k} channels in {x.dtype}")
+    require(k <= MAX_WIDTH, lambda: f"x has {k} channels; allowed: up to {MAX_WIDTH}")
+    require(norm_weight is None or tuple(norm_weight.shape) == (k,), lambda: f"norm_weight does not have {k} channels")
     if norm_weight is not None:
         require_inner("norm_weight", norm_weight)
-    require(
-        not swiglu or (n % 2 == 0 and residual is None), "swiglu takes an even number of weight rows and no residual"
-    )
+    require(not swiglu or (n % 2 == 0 and residual is None), "swiglu takes an even number of weight rows, no residual")
     n = n // 2 if swiglu else n
-    require(residual is None or tuple(residual.shape) == (t, n), f"residual does not have shape {(t, n)}")
+    require(residual is None or tuple(residual.shape) == (t, n), lambda: f"residual does not have shape {(t, n)}")
     out = torch.empty(t, n, dtype=x.dtype, device=x.device) if out is None else out
-    require(tuple(out.shape) == (t, n) and out.dtype == x.dtype, f"out does not have shape {(t, n)} in {x.dtype}")
+    require(
+        tuple(out.shape) == (t, n) and out.dtype == x.dtype, lambda: f"out does not have shape {(t, n)} in {x.dtype}"
+    )
+    require((weighed is None) == (next_weight is None), "weighed and next_weight come together")
+    require(next_weight is None or tuple(next_weight.shape) == (n,), lambda: f"next_weight does not have {n} channels")
     if t:
-        cut = tiles_for(t, n, k, swiglu, x.dtype) if tiles is None else tiles
+        cut = tiles_for(t, n, swiglu, x.dtype) if tiles is None else tiles
+        spans = -(-n // cut.outputs)
+        scaled, next_squares = (None, None) if weighed is None else weighed
+        require(
+            next_squares is None or tuple(next_squares.shape) == (t, spans),
+            lambda: f"weighed does not have {spans} parts",
+        )
+        parts = 1 if squares is None else squares.shape[1]
         line = _LINE_BYTES // x.element_size()
-        dense_linear_kernel[(-(-t // cut.rows), -(-n // cut.outputs))](
-            x, x.stride(0), weight, weight.stride(0), norm_weight, eps, residual,
-            0 if residual is None else residual.stride(0), out, out.stride(0), t, N=n, K=k,
-            NORM=cut.norm if norm_weight is not None else 0, SWIGLU=swiglu, ADD=residual is not None, BM=cut.rows,
-            BN=cut.outputs, BK=cut.inputs, LINE=line, LINES=1 << (-(-k // line) - 1).bit_length(),
-            num_warps=cut.warps, num_stages=cut.stages, **overlap(x.device),
+        norm = 3 if squares is not None else cut.norm if norm_weight is not None else 0
+        dense_linear_kernel[(-(-t // cut.rows), spans)](
+            x, x.stride(0), weight, weight.stride(0), norm_weight, eps, squares, residual,
+            0 if residual is None else residual.stride(0), out, out.stride(0), next_weight, scaled, next_squares, t, parts,
+            N=n, K=k, NORM=norm, SWIGLU=swiglu, ADD=residual is not None, BM=cut.rows, BN=cut.outputs, BK=cut.inputs,
+            LINE=line, LINES=_power(-(-k // line)), PARTS=max(32, _power(parts)),
+            SCALE=weighed is not None, num_warps=cut.warps, num_stages=cut.stages, **overlap(x.device),
         )  # fmt: skip
     return out
+
+
+def weighed_like(out: torch.Tensor, tiles: Tiles | None = None) -> Weighed:
+    """Room for a product's result `out` on its way to a norm."""
+    rows, width = out.shape
+    cut = tiles_for(rows, width, False, out.dtype) if tiles is None else tiles
+    squares = torch.empty(rows, -(-width // cut.outputs), dtype=torch.float32, device=out.device)
+    return Weighed(torch.empty_like(out, memory_format=torch.contiguous_format), squares)
+
+
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()

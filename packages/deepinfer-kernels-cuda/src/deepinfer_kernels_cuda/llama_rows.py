@@ -64,8 +64,8 @@ def llama_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     require_dims("x", x, 2)
     require_inner("x", x)
     t, n = x.shape
-    require(tuple(weight.shape) == (n,), f"weight has shape {tuple(weight.shape)}; x has {n} channels")
-    require(n <= 16384, f"x has {n} channels; allowed: up to 16384")
+    require(tuple(weight.shape) == (n,), lambda: f"weight has shape {tuple(weight.shape)}; x has {n} channels")
+    require(n <= 16384, lambda: f"x has {n} channels; allowed: up to 16384")
     require_same_device(x, weight)
     out = torch.empty(t, n, dtype=x.dtype, device=x.device)
     if t:
@@ -114,12 +114,12 @@ def rope_insert(
     t, block, kv_heads, d = qkv.shape[0], *keys.shape[1:]
     require(
         qkv.shape[1] == (heads + 2 * kv_heads) * d,
-        f"qkv has {qkv.shape[1]} channels; {heads} + 2 * {kv_heads} heads of {d} have others",
+        lambda: f"qkv has {qkv.shape[1]} channels; {heads} + 2 * {kv_heads} heads of {d} have others",
     )
-    require(values.shape == keys.shape, f"values {tuple(values.shape)} and keys {tuple(keys.shape)} differ")
+    require(values.shape == keys.shape, lambda: f"values {tuple(values.shape)} and keys {tuple(keys.shape)} differ")
     require(
         rope.is_contiguous() and rope.shape[1:] == (2, d // 2),
-        f"rope has shape {tuple(rope.shape)}; it needs [n, 2, {d // 2}]",
+        lambda: f"rope has shape {tuple(rope.shape)}; it needs [n, 2, {d // 2}]",
     )
     require((q_norm is None) == (k_norm is None), "q_norm and k_norm come together")
     require_dtype("keys", keys, qkv.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,7 +16,12 @@ MODE: int = DRAIN
 
 def overlap(device: torch.device) -> dict[str, Any]:
     """Launch options of kernels that `begin` with `PDL`; empty where the hardware does not have it."""
-    return {"PDL": MODE, "launch_pdl": True} if MODE and device_arch(device) in (90, 100) else {}
+    return _options(device, MODE)
+
+
+@functools.lru_cache(maxsize=64)
+def _options(device: torch.device, mode: int) -> dict[str, Any]:
+    return {"PDL": mode, "launch_pdl": True} if mode and device_arch(device) in (90, 100) else {}
 
 
 def overlaps(device: torch.device) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,19 +32,31 @@ class LayerWidths:
     bias: bool
 
 
+class Stream(NamedTuple):
+    """The residual between two products.
+
+    Attributes:
+        hidden: [T, width].
+        weighed: what its provider left for the norm that comes next, or None.
+    """
+
+    hidden: torch.Tensor
+    weighed: Any = None
+
+
 class Products(Protocol):
     """How a layer multiplies."""
 
-    def normed(self, linear: Linear, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    def normed(self, linear: Linear, x: Stream, norm: torch.Tensor, eps: float) -> torch.Tensor:
         """linear(rms_norm(x)): [T, K] -> [T, N]."""
         ...
 
-    def gated(self, linear: Linear, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    def gated(self, linear: Linear, x: Stream, norm: torch.Tensor, eps: float) -> torch.Tensor:
         """silu(gate) * up of linear(rms_norm(x)): [T, K] -> [T, N / 2]."""
         ...
 
-    def added(self, linear: Linear, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual [T, N] + linear(x). The residual may be overwritten."""
+    def added(self, linear: Linear, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor | None) -> Stream:
+        """residual [T, N] + linear(x). The residual may be overwritten. `norm`: the weight of the next norm, if any."""
         ...
 
 
@@ -52,16 +64,16 @@ class SeparateProducts:
     """Each step is an op of its own."""
 
     def __init__(self, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
-        self._rms_norm, self._silu_mul = rms_norm, silu_mul
+        self.rms_norm, self.silu_mul = rms_norm, silu_mul
 
-    def normed(self, linear: Linear, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        return linear(self._rms_norm(x, norm, eps))
+    def normed(self, linear: Linear, x: Stream, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return linear(self.rms_norm(x.hidden, norm, eps))
 
-    def gated(self, linear: Linear, x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._silu_mul(self.normed(linear, x, norm, eps))
+    def gated(self, linear: Linear, x: Stream, norm: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.silu_mul(self.normed(linear, x, norm, eps))
 
-    def added(self, linear: Linear, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return linear.add_to(residual, x)
+    def added(self, linear: Linear, residual: torch.Tensor, x: torch.Tensor, _norm: torch.Tensor | None) -> Stream:
+        return Stream(linear.add_to(residual, x))
 
 
 registry.register(Provider("products", "portable", "portable", anywhere, lambda: SeparateProducts))

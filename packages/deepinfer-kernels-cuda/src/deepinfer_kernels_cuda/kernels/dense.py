@@ -20,16 +20,19 @@ def _prefetch(rows, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "parts"])
 def dense_linear_kernel(
-    x, x_stride, weight, w_stride, norm_weight, eps, residual, residual_stride, out, out_stride, rows,
+    x, x_stride, weight, w_stride, norm_weight, eps, squares_in, residual, residual_stride, out, out_stride, next_weight,
+    scaled, squares_out, rows, parts,
     N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
-    PDL: tl.constexpr = False,
+    PARTS: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (row tiles, tiles of N outputs). NORM 1: normalise as a norm of its own would; 2: scale rows after the product.
+    """Grid (row tiles, tiles of N outputs).
 
-    With SWIGLU the weight has 2 N rows, gates first.
+    NORM 1: normalise as a norm of its own would; 2: weigh channels, scale rows after the product; 3: channels are weighed
+    already, and sums of squares [rows, parts] are there for the scale. SCALE leaves both for the next product. With
+    SWIGLU the weight has 2 N rows, gates first.
     """
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -43,7 +46,7 @@ def dense_linear_kernel(
             _prefetch(w_row, K, LINE, LINES)
             if SWIGLU:
                 _prefetch(u_row, K, LINE, LINES)
-    if NORM:
+    if NORM == 1 or NORM == 2:
         # Read a tile ahead: a load of so few bytes is not pipelined by the compiler.
         gain = tl.load(norm_weight + channel, mask=channel < K, other=0.0)
     begin(PDL)
@@ -55,6 +58,10 @@ def dense_linear_kernel(
         scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
     if NORM == 2:
         squares = tl.zeros([BM, BK], tl.float32)
+    if NORM == 3:
+        part = tl.arange(0, PARTS)
+        place = squares_in + tl.minimum(row, rows - 1)[:, None] * parts + part[None, :]
+        squares = tl.load(place, mask=(part < parts)[None, :], other=0.0)
     acc = tl.zeros([BM, BN], tl.float32)
     if SWIGLU:
         acc_up = tl.zeros([BM, BN], tl.float32)
@@ -80,13 +87,13 @@ def dense_linear_kernel(
             wide = a.to(tl.float32)
             squares += wide * wide
             a = (wide * gain.to(tl.float32)[None, :]).to(a.dtype)
-        if NORM:
+        if NORM == 1 or NORM == 2:
             ahead = k + BK + channel
             gain = tl.load(norm_weight + ahead, mask=ahead < K, other=0.0)
         acc = tl.dot(a, w, acc, input_precision="ieee")
         if SWIGLU:
             acc_up = tl.dot(a, u, acc_up, input_precision="ieee")
-    if NORM == 2:
+    if NORM >= 2:
         scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
         acc = acc * scale[:, None]
         if SWIGLU:
@@ -99,4 +106,10 @@ def dense_linear_kernel(
         acc = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * acc_up.to(kind).to(tl.float32)
     if ADD:
         acc += tl.load(residual + r64 * residual_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + r64 * out_stride + column[None, :], acc.to(kind), mask=mask)
+    result = acc.to(kind)
+    tl.store(out + r64 * out_stride + column[None, :], result, mask=mask)
+    if SCALE:
+        wide = tl.where(mask, result.to(tl.float32), 0.0)
+        tl.store(squares_out + row * tl.num_programs(1) + tl.program_id(1), tl.sum(wide * wide, 1), mask=row < rows)
+        factor = tl.load(next_weight + column, mask=column < N, other=0.0).to(tl.float32)
+        tl.store(scaled + r64 * N + column[None, :], (wide * factor[None, :]).to(kind), mask=mask)

@@ -16,7 +16,7 @@ from deepinfer_offline.ops.attention.base import Attention, AttentionShape
 from deepinfer_offline.ops.cpu import providers as cpu_providers  # noqa: F401
 from deepinfer_offline.ops.cuda import providers as cuda_providers  # noqa: F401
 from deepinfer_offline.ops.linear import Linear
-from deepinfer_offline.ops.products import LayerWidths, Products
+from deepinfer_offline.ops.products import LayerWidths, Products, Stream
 from deepinfer_offline.ops.registry import registry
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -88,22 +88,23 @@ class LlamaLayer:
             k_norm=vector("self_attn.k_norm"),
         )
 
-    def __call__(self, hidden: torch.Tensor, cache: Any, prepared: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]; writes the layer's cache."""
-        attended = self._attend(hidden, cache, prepared)
-        return self._mlp(self.ops.products.added(self.output, hidden, attended))
+    def __call__(self, x: Stream, cache: Any, prepared: Any, next_norm: torch.Tensor) -> Stream:
+        """[T, hidden] -> [T, hidden], on its way to the norm of the next layer; writes the layer's cache."""
+        return self._mlp(x.hidden, self._attend(x, cache, prepared), next_norm)
 
-    def last(self, hidden: torch.Tensor, cache: Any, prepared: Any, wanted: torch.Tensor | None) -> torch.Tensor:
+    def last(self, x: Stream, cache: Any, prepared: Any, wanted: torch.Tensor | None) -> torch.Tensor:
         """The same for the last layer: after attention only the wanted token rows (int64 [n], or all) go on."""
-        attended = self._attend(hidden, cache, prepared)
+        hidden, attended = x.hidden, self._attend(x, cache, prepared)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
-        return self._mlp(self.ops.products.added(self.output, hidden, attended))
+        return self._mlp(hidden, attended, None).hidden
 
-    def _attend(self, hidden: torch.Tensor, cache: Any, prepared: Any) -> torch.Tensor:
-        qkv = self.ops.products.normed(self.qkv, hidden, self.attention_norm, self.eps)
+    def _attend(self, x: Stream, cache: Any, prepared: Any) -> torch.Tensor:
+        qkv = self.ops.products.normed(self.qkv, x, self.attention_norm, self.eps)
         return self.ops.attention(qkv, cache, prepared, self.q_norm, self.k_norm)
 
-    def _mlp(self, hidden: torch.Tensor) -> torch.Tensor:
-        inner = self.ops.products.gated(self.gate_up, hidden, self.mlp_norm, self.eps)
-        return self.ops.products.added(self.down, hidden, inner)
+    def _mlp(self, hidden: torch.Tensor, attended: torch.Tensor, next_norm: torch.Tensor | None) -> Stream:
+        multiply = self.ops.products
+        x = multiply.added(self.output, hidden, attended, self.mlp_norm)
+        inner = multiply.gated(self.gate_up, x, self.mlp_norm, self.eps)
+        return multiply.added(self.down, x.hidden, inner, next_norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from deepinfer_offline.models.llama.draft import LlamaDraft, draft_block_bytes, 
 from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer
 from deepinfer_offline.models.llama.weights import EMBED, HEAD, NORM, expected_shapes, read_layers
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
-from deepinfer_offline.ops.products import LayerWidths
+from deepinfer_offline.ops.products import LayerWidths, Stream
 from deepinfer_offline.ops.rope import rope_table
 from deepinfer_offline.weights.loading import run_in_thread
 from deepinfer_offline.weights.source import ModelSource
@@ -103,12 +104,12 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch, cache: LlamaCache) -> torch.Tensor:
         prepared = self.ops.attention.prepare(batch, self.rope)
-        hidden = self.embedding[batch.token_ids]
-        features = self._tap([], -1, hidden)
-        for index, (layer, layer_cache) in enumerate(zip(self.layers[:-1], cache.layers, strict=False)):
-            hidden = layer(hidden, layer_cache, prepared)
-            self._tap(features, index, hidden)
-        hidden = self.layers[-1].last(hidden, cache.layers[-1], prepared, self._wanted(batch))
+        stream = Stream(self.embedding[batch.token_ids])
+        features = self._tap([], -1, stream.hidden)
+        for index, (layer, following) in enumerate(pairwise(self.layers)):
+            stream = layer(stream, cache.layers[index], prepared, following.attention_norm)
+            self._tap(features, index, stream.hidden)
+        hidden = self.layers[-1].last(stream, cache.layers[-1], prepared, self._wanted(batch))
         if self.draft is not None:
             self.draft.write_context(torch.cat(features, dim=-1), batch, cache.draft)
         return self.ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps)
