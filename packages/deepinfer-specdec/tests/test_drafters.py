@@ -220,3 +220,21 @@ def test_a_sequence_that_copies_is_trusted_more_than_one_that_meets_a_phrase() -
     copying, meeting = drafter.propose([98, 99]).survivals()[:, 3]
     assert copying > 0.8
     assert meeting < 0.5 * copying
+
+
+def test_contexts_too_short_for_a_guess_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have as many ways on as the job has words: one look at them costs more than a step's other work."""
+    asked: list[int] = []
+    plain = SuffixAutomaton.likeliest
+
+    def likeliest(self: SuffixAutomaton, state: int) -> tuple[int, int, int, int]:
+        asked.append(self.length(state))
+        return plain(self, state)
+
+    monkeypatch.setattr(SuffixAutomaton, "likeliest", likeliest)
+    drafter = SuffixDrafter(max_draft=4, min_match=2)
+    drafter.begin(0, [word for other in range(50) for word in (1, other + 100)])
+    drafter.extend(0, [1, 999, 1, 100, 1])
+    drafter.propose([0])
+    assert asked
+    assert min(asked) >= 2

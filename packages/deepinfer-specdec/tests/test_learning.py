@@ -320,3 +320,11 @@ def test_credit_bounds_side_work(turns: list[tuple[float, float]], share: float)
     assert worked <= share * passed + 0.01 + longest + 1e-9
     with pytest.raises(SpecDecodeError, match="between 0 and 1"):
         WorkCredit(1.0, 0.0, 0.0)
+
+
+def test_no_survival_is_believed_above_certainty() -> None:
+    hopes = Hopes()
+    for _ in range(500):
+        hopes.settle(np.array([[0.7]]), np.ones(1), np.array([1]), np.array([1]))
+    assert hopes.believed(np.array([[0.95, 0.9]])).max() <= 1.0
+    assert hopes.believed(np.array([[0.7]]))[0, 0] > 0.7

@@ -40,7 +40,7 @@ class Drafter(Protocol):
             sequences: names of live sequences.
             limits: int32 [R], at most this many tokens per row; None for `max_draft`. Never more than `max_draft`.
             floor: survival below which a guess is worth nothing to the caller. A row may end with its first guess
-                below it: that one is still made, so that the drafter goes on learning how good such guesses are.
+                below it.
         """
 
     def end(self, sequence: int) -> None:

@@ -5,10 +5,10 @@ They differ in what they may look at without moving the output distribution (spe
 
     expected_budget    survivals of earlier blocks only; may search all B. For asynchronous loops.
     early_stop_budget  Algorithm 1 of the paper: the current block, stopping at the first B that is no better.
-    lookahead_budget   the current block up to where it stops; beyond it earlier blocks say whether a better B lies past
-    a jag. live_budget        the current block, all B. Sound only where the output does not depend on the schedule:
-    one-hot drafts under
-                       coupled verification, or any draft under it.
+    lookahead_budget   the current block up to where it stops; beyond it earlier blocks say whether a better B lies
+                       past a jag.
+    live_budget        the current block, all B. Sound only where the output does not depend on the schedule: under
+                       coupled verification.
 """
 
 from __future__ import annotations

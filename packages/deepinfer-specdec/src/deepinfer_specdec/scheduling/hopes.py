@@ -14,10 +14,10 @@ _MOST = 1.2
 class Hopes:
     """Corrects survivals by the fate of the drafts that were verified.
 
-    However well survivals fit all drafts, it is those that err upwards that are verified, and the more so the lower they are: a
-    small chance is taken only where it looks larger than others, or the row's tokens are worth most. So each range of
-    survivals has a factor of its own, and drafts count by their worth. Nothing is forgotten at once and nothing lasts: what was
-    seen fades with every step, whether it verified drafts or not.
+    However well survivals fit all drafts, those that are verified were chosen because they look high, so they err upwards, small
+    ones most: a small chance is taken only where it looks larger than others, or the row's tokens are worth most. So each
+    range of survivals has a factor of its own, and drafts count by their worth. Nothing is forgotten at once and nothing lasts:
+    what was seen fades with every step, whether it verified drafts or not.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,8 @@ class Hopes:
     def believed(self, survivals: NDArray[np.floating]) -> NDArray[np.float64]:
         """float64 [R, K], what survivals [R, K] are worth; never growing along a row."""
         factors = np.minimum(_MOST, self._kept / self._hoped)
-        return np.minimum.accumulate(survivals * factors[np.digitize(survivals, _EDGES)], axis=1)
+        corrected = np.minimum(1.0, survivals * factors[np.digitize(survivals, _EDGES)])
+        return np.minimum.accumulate(corrected, axis=1)
 
     def settle(
         self,

@@ -9,7 +9,7 @@ from deepinfer_specdec.scheduling.costs import load_of
 
 _RECOVERY = 0.004  # share of lost trust that comes back per step
 _ONE_FAILURE = 0.9  # of the trust that is left at least: a few steps are a poor sample
-_LEAST_TRUST = 0.75  # a gain of 1.41 and more is tried again however often lesser ones have failed
+_LEAST_TRUST = 0.75  # a gain of 1.38 and more is tried again however often lesser ones have failed
 
 
 @dataclass(frozen=True, slots=True)

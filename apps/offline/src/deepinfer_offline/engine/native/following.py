@@ -50,7 +50,8 @@ class Following:
             seq = answer.seq
             fed = self._fed.get(seq.seq_id)
             if fed is None:
-                self.drafter.begin(seq.seq_id, seq.tokens)
-            elif fed < len(seq.tokens):
+                fed = seq.num_prompt  # what the sequence said itself is scored, not only read
+                self.drafter.begin(seq.seq_id, seq.tokens[:fed])
+            if fed < len(seq.tokens):
                 self.drafter.extend(seq.seq_id, seq.tokens[fed:])
             self._fed[seq.seq_id] = len(seq.tokens)

@@ -111,6 +111,7 @@ class Speculation:
         self._forced, self._fixed = True, length
         if drafter is not None:
             self._following, self._ahead = Following(drafter), None
+            self._hopes, self._judged = Hopes(), None
 
     @property
     def synchronous(self) -> bool:
