@@ -232,6 +232,23 @@ def test_paged_attention_is_the_portable_one(heads: int, kv_heads: int, dim: int
     assert (cache - expected_cache.permute(2, 0, 3, 1, 4)).abs().max() < NEAR, "keys or values lie elsewhere"
 
 
+def test_a_prompts_single_token_reads_what_another_row_writes_in_the_step() -> None:
+    """Rows that share a prefix within a step (`SchedConfig.share_in_step`); the reader comes before the writer."""
+    shape, rope = AttentionShape(3, 1, 16, 4, torch.float32, "cpu"), rope_table(RopeConfig(16), 64, "cpu")
+    batch = attention_batch([1, 1], [19, 18], [0, 0], 4)
+    table = batch.host.block_tables[GROUP]
+    table[0] = table[1]
+    batch = replace(batch, host=replace(batch.host, prefills=np.ones(2, bool)))
+    torch.manual_seed(0)
+    history, qkv = torch.randn(2, 1, 40, 4, 16), torch.randn(2, shape.qkv_width)
+    portable, kernel = TorchAttention(shape), CudaAttention(shape)
+    expected_cache, cache = portable.allocate(40), kernel.allocate(40)
+    expected_cache.copy_(history)
+    cache.copy_(history.permute(2, 0, 3, 1, 4))
+    expected = portable(qkv.clone(), expected_cache, portable.prepare(batch, rope))
+    assert (kernel(qkv.clone(), cache, kernel.prepare(batch, rope)) - expected).abs().max() < NEAR
+
+
 def test_paged_attention_takes_lengths_from_the_device() -> None:
     """The host expects the drafts in another row and every sequence longer; the third row is a prompt's and exact."""
     shape, rope = AttentionShape(4, 2, 16, 4, torch.float32, "cpu"), rope_table(RopeConfig(16), 64, "cpu")

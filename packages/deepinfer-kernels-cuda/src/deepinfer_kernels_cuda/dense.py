@@ -81,10 +81,10 @@ def dense_linear(
 ) -> torch.Tensor:
     """`[norm](x) @ weight^T`, then SwiGLU or the sum with a residual; float32 inside.
 
-    The norm is `x * norm_weight / rms(x)`, its root taken in float32. For few rows it rounds as `llama_norm` does; for more
-    x * norm_weight is rounded once, and the row's scale is applied to the float32 product.
+    The norm is `x * norm_weight / rms(x)`, its root taken in float32. For few rows that are not weighed it rounds as
+    `llama_norm` does; else x * norm_weight is rounded once, and the row's scale is applied to the float32 product.
 
-    Launched dependently, it asks for its weights before it waits for the kernel ahead of it.
+    Launched dependently, it asks for `weight` and `norm_weight` before it waits for the kernel ahead of it.
 
     Args:
         x: [t, k], last dimension contiguous, k <= 4096. `Weighed` rows are normalised too, with the weight that they have.
@@ -108,11 +108,18 @@ def dense_linear(
     if isinstance(x, Weighed):
         require(norm_weight is None, "weighed rows have their norm_weight already")
         x, squares = x
+        require(
+            squares.dim() == 2
+            and len(squares) == len(x)
+            and squares.dtype == torch.float32
+            and squares.is_contiguous(),
+            lambda: f"squares are {tuple(squares.shape)} {squares.dtype}; weighed rows are {tuple(x.shape)}",
+        )
     for name, tensor in (("x", x), ("weight", weight), ("residual", residual), ("out", out)):
         if tensor is not None:
             require_dims(name, tensor, 2)
             require_inner(name, tensor)
-    require_same_device(x, weight, norm_weight, residual, out, next_weight)
+    require_same_device(x, weight, norm_weight, residual, out, next_weight, squares, *(weighed or ()))
     (t, k), n = x.shape, weight.shape[0]
     fits = weight.shape[1] == k and weight.dtype == x.dtype
     require(fits, lambda: f"weight is {tuple(weight.shape)} {weight.dtype}; x has {k} channels in {x.dtype}")
@@ -120,6 +127,8 @@ def dense_linear(
     require(norm_weight is None or tuple(norm_weight.shape) == (k,), lambda: f"norm_weight does not have {k} channels")
     if norm_weight is not None:
         require_inner("norm_weight", norm_weight)
+    if next_weight is not None:
+        require_inner("next_weight", next_weight)
     require(not swiglu or (n % 2 == 0 and residual is None), "swiglu takes an even number of weight rows, no residual")
     n = n // 2 if swiglu else n
     require(residual is None or tuple(residual.shape) == (t, n), lambda: f"residual does not have shape {(t, n)}")
@@ -134,8 +143,17 @@ def dense_linear(
         spans = -(-n // cut.outputs)
         scaled, next_squares = (None, None) if weighed is None else weighed
         require(
-            next_squares is None or tuple(next_squares.shape) == (t, spans),
+            next_squares is None
+            or (
+                tuple(next_squares.shape) == (t, spans)
+                and next_squares.is_contiguous()
+                and next_squares.dtype == torch.float32
+            ),
             lambda: f"weighed does not have {spans} parts",
+        )
+        require(
+            scaled is None or (scaled.shape == out.shape and scaled.dtype == out.dtype and scaled.is_contiguous()),
+            lambda: f"weighed rows do not have shape {(t, n)} in {x.dtype}, contiguous",
         )
         parts = 1 if squares is None else squares.shape[1]
         line = _LINE_BYTES // x.element_size()

@@ -253,8 +253,9 @@ def _flash_mla(library, q, cache, slots, sink, scale, return_lse, schedule, **mo
     if q.shape[0] == 0:
         empty = torch.empty_like(q)
         return (empty, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else empty
+    schedule = library.get_mla_metadata()[0] if schedule is None else schedule
     out, lse = library.flash_mla_with_kvcache(
-        q.unsqueeze(1), cache, None, None, 512, schedule or library.get_mla_metadata()[0], softmax_scale=scale,
+        q.unsqueeze(1), cache, None, None, 512, schedule, softmax_scale=scale,
         is_fp8_kvcache=True, indices=_lists(slots, cache.shape[0] * cache.shape[1], _KEYS),
         attn_sink=None if sink is None else sink.float().contiguous(), **more,
     )  # fmt: skip

@@ -126,6 +126,8 @@ def rope_gqa(
 ) -> torch.Tensor:
     """`rope_insert`, then `paged_gqa`, of sequences with one new token each, in one kernel; qkv stays as it is.
 
+    No sequence may read a slot that another one writes in this call.
+
     Args:
         qkv: [R, (heads + 2 * kv_heads) * d], queries, keys, values.
         rope: float32 [positions, 2, d / 2], cos and sin; channel pairs (k, k + d / 2).
@@ -139,6 +141,11 @@ def rope_gqa(
     """
     require_dims("qkv", qkv, 2)
     require_inner("qkv", qkv)
+    require_dims("keys", keys, 4)
+    require_dtype("keys", keys, qkv.dtype)
+    require_dtype("slots", slots, torch.int64)
+    require_inner("slots", slots)
+    require_dtype("rope", rope, torch.float32)
     kv_heads, d = keys.shape[2:]
     require(
         qkv.shape[1] == (heads + 2 * kv_heads) * d and heads % kv_heads == 0,
@@ -152,8 +159,8 @@ def rope_gqa(
     )
     out = torch.empty(len(qkv), heads, d, dtype=qkv.dtype, device=qkv.device) if out is None else out
     return _attend(
-        qkv.view(len(qkv), -1, d), heads, keys, values, block_table, table_rows, query_starts, seq_lens, rope, slots, scale,
-        1, cut, arrived, out,
+        qkv.view(len(qkv), heads + 2 * kv_heads, d), heads, keys, values, block_table, table_rows, query_starts, seq_lens,
+        rope, slots, scale, 1, cut, arrived, out,
     )  # fmt: skip
 
 
@@ -180,6 +187,7 @@ def _attend(
         return out
     group = heads // kv_heads
     cut = cut_for(sequences, kv_heads, group, d, max_queries, q.dtype) if cut is None else cut
+    require(cut.rows >= group, lambda: f"a cut of {cut.rows} rows; a group has {group} heads")
     bq = cut.rows // group
     tiles = -(-max_queries // bq)
     partial = lse = out

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_same_device
+from .errors import ArgumentError
 from .native import NativeError, NativeKernel, native_reason
 from .overlap import overlap, overlaps
 
@@ -220,8 +221,9 @@ def _row_kernel(groups: int) -> NativeKernel:
 def _teams(device: torch.device, groups: int) -> int:
     """How many teams of blocks the device holds at once; 0 where the kernel cannot run.
 
-    A team's blocks wait for each other and for nobody else, and the device begins blocks in order, so a team that waits has
-    all its blocks on the device or next in line.
+    A team's blocks wait for each other and for nobody else. The device begins a launch's blocks in order, as far as is known, so
+    a team that waits has all its blocks on the device or next in line, unless other launches of this kernel wait in the same way:
+    nine at once, each with a team in part, could fill an H200.
     """
     if device_arch(device) != 90 or native_reason() is not None:
         return 0
@@ -232,11 +234,12 @@ def _teams(device: torch.device, groups: int) -> int:
         return 0
 
 
-@functools.lru_cache(maxsize=32)
+@functools.cache  # never dropped: a graph keeps the address
 def _mail(device: torch.device, stream: int, teams: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
     """Where blocks leave each other messages, zeros at first: 32 words that count tiles, and a team's words.
 
-    One for each stream, whose launches follow each other.
+    One for each stream, whose launches follow each other. A graph keeps those of the stream that it was captured on: graphs
+    captured on one stream must not be replayed at the same time, and the first call on a stream must not be a captured one.
     """
     return torch.zeros(32 + teams * 16 * 8 * _TEAM * 33, dtype=torch.int64, device=device)
 
@@ -314,8 +317,18 @@ def mhc_step(
         output: The previous sublayer's output [t, d]; None leaves the streams as they are.
         post: float32 [t, S] of the previous site, with `output`.
         comb: float32 [t, S, S] of the previous site, with `output`.
+
+    Launched dependently: fn, base, scale and norm_weight must not be written by kernels that are still enqueued.
     """
     _check(streams, fn=fn, pre=pre, output=output, post=post, comb=comb)
+    require_same_device(streams, base, scale, norm_weight)
+    t, s, d = streams.shape
+    sizes = {"fn": (fn, (s * (s + 2), s * d)), "base": (base, (s * (s + 2),)), "scale": (scale, (3,)),
+             "norm_weight": (norm_weight, (d,)), "pre": (pre, (t, s)), "output": (output, (t, d)), "post": (post, (t, s)),
+             "comb": (comb, (t, s, s))}  # fmt: skip
+    for name, (tensor, shape) in sizes.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ArgumentError(f"{name} has shape {tuple(tensor.shape)}; it needs {shape}")
     require((output is None) == (post is None) == (comb is None), "output, post and comb come together")
     if output is not None and _whole(streams, (output, norm_weight), (pre, post, comb, base, scale)):
         return _whole_step(streams, fn, base, scale, pre=pre, weight=norm_weight, norm_eps=norm_eps, iterations=iterations,

@@ -170,7 +170,8 @@ class NativeKernel:
             extra = (ctypes.c_void_p * 5)(
                 1, ctypes.cast(packed, ctypes.c_void_p), 2, ctypes.cast(ctypes.pointer(size), ctypes.c_void_p), 0
             )
-            # Every kernel of `cuda/` begins with `wait_for_kernels`.
+            # Every kernel of `cuda/` waits (`wait_for_kernels`) before it touches what kernels ahead may write; it may read
+            # weights earlier.
             config = self._config(grid, cluster, torch.cuda.current_stream(index).cuda_stream, overlaps(device))
             _check_driver(_driver().cuLaunchKernelEx(ctypes.byref(config), function, None, extra), self.entry)
 

@@ -1,4 +1,4 @@
-"""Paged attention on CUDA: one kernel rotates, writes and attends for decode rows; with others beside them, two do.
+"""Paged attention on CUDA: one kernel rotates, writes and attends for decode rows; with rows of prompts beside them, two do.
 
 Nothing here waits for the device.
 """
@@ -44,6 +44,8 @@ class _Prepared:
         seq_lens: int32 [R].
         decodes: rows of one token, which come first; they are also the first `decodes` tokens.
         longest: tokens of the longest other row; 0 if there is none.
+        fused: decode rows alone. A prompt's row, of one token too, may read pages that another row of the step fills
+            (`SchedConfig.share_in_step`), so it needs the keys of all rows written first.
     """
 
     rope: torch.Tensor
@@ -55,6 +57,7 @@ class _Prepared:
     seq_lens: torch.Tensor
     decodes: int
     longest: int
+    fused: bool
 
 
 class CudaAttention:
@@ -104,6 +107,7 @@ class CudaAttention:
             seq_lens=batch.seq_lens,
             decodes=host.num_decodes,
             longest=longest if host.num_decodes < host.num_rows else 0,
+            fused=host.num_decodes == len(batch.token_ids) and not host.prefills.any(),
         )
 
     def __call__(
@@ -116,7 +120,7 @@ class CudaAttention:
     ) -> torch.Tensor:
         s, p = self.shape, prepared
         keys, values = cache[:, 0], cache[:, 1]
-        if p.decodes == len(qkv) and q_norm is None and s.head_dim <= _FUSED_HEAD_DIM:
+        if p.fused and q_norm is None and s.head_dim <= _FUSED_HEAD_DIM:
             return self._kernels.rope_gqa(
                 qkv,
                 p.rope,
@@ -143,7 +147,7 @@ class CudaAttention:
             k_norm=k_norm,
             eps=s.norm_eps,
         )
-        q = qkv.view(len(qkv), -1, s.head_dim)[:, : s.num_heads]
+        q = qkv.view(len(qkv), s.num_heads + 2 * s.num_kv_heads, s.head_dim)[:, : s.num_heads]
         out = torch.empty(q.shape, dtype=qkv.dtype, device=qkv.device)
         n = p.decodes
         if n:
