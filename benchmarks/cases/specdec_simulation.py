@@ -4,11 +4,11 @@
 DeepInfer's rules for asynchronous and synchronous loops. Compare planned with production, and live with paper: each
 pair has the same information.
 
-Two loads are mixed. "a job" is what an offline engine runs: as many answers of code as of chat, each ended by its tokens. In
-"code and chat" every request lives for as many steps, whatever it makes of them. The bar, 5 % over the best fixed length, is
-put to both from 16 requests on, and to a job from 4 on. At four requests that live by steps there is less to be had: `bound`,
-up to 16 requests that live by steps, is what nobody can exceed, the best choice of rows and budgets for the rate over all steps
-with the blocks' own confidences, drafted or not. One or two requests are no mix: mostly one length is best for all that run.
+Two loads are mixed, and the bar, 5 % over the best fixed length, is put to both, from two requests on where all live by steps
+("code and chat") and from four on in "a job": as many answers of code as of chat, each ended by its tokens. One request alone
+is no mix, since at any time one length is the best for all that runs. `bound`, up to 16 requests that live by steps, is what
+nobody can exceed: the best choice of rows and budgets for the rate over all steps with the blocks' own confidences, drafted
+or not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deepinfer_specdec.simulation.throughput import (
 )
 
 WIDTH = 7
-MIXED = {"a job": 4, "code and chat": 16}  # and the fewest requests that the bar is put to
+MIXED = {"a job": 4, "code and chat": 2}  # and the fewest requests that the bar is put to
 GAIN = 1.05  # over the best fixed length
 MOST_BOUNDED, BOUND_ROUNDS = 16, 4  # rows; the rate converges quadratically
 NOISE = 0.995  # means over seeds differ by this much for one policy

@@ -102,9 +102,8 @@ class SuffixDrafter:
     def _next(self, state: int) -> tuple[int, int, int]:
         """(token, state after it, how dominant it is) of the likeliest way on; token -1 when no context worth a guess has one."""
         automaton = self._old
-        while (
-            automaton.length(state) >= self._min_match
-        ):  # shorter contexts have thousands of ways on: none is looked at
+        # Shorter contexts have thousands of ways on: none is looked at.
+        while automaton.length(state) >= self._min_match:
             token, target, count, total = automaton.likeliest(state)
             if token >= 0:
                 return token, target, _share(count, total)
