@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ from deepinfer_specdec.simulation.throughput import (
     Workload,
     clairvoyant,
     fixed_length,
+    foreseeing,
     live_lookahead,
     paper_early_stop,
     paper_production,
@@ -244,6 +247,32 @@ def test_no_policy_beats_the_clairvoyant_one() -> None:
         assert bound >= before * (1.0 - 1e-9)
     assert bound == pytest.approx(before, rel=1e-6)
     assert max(rates) < bound < 32 / float(verify.seconds(32))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_foresight_no_choice_of_lengths_makes_more(seed: int) -> None:
+    """Every length of each of three rows is tried, with curves that jump, for tokens per second and for tokens less a price."""
+    rng = np.random.default_rng(seed)
+    verify = CostCurve(range(3, 13), np.sort(rng.uniform(1.0, 3.0, 10)) * rng.uniform(0.8, 1.2, 10))
+    draft = CostCurve(range(1, 4), np.sort(rng.uniform(0.1, 0.8, 3)))
+    block = Draft(np.zeros((3, 3), np.int32), np.full(3, 3, np.int32), rng.random((3, 3), dtype=np.float32))
+    gains = np.pad(np.cumsum(block.survivals().astype(np.float64), axis=1), ((0, 0), (1, 0)))
+
+    def outcome(lengths: Sequence[int]) -> tuple[float, float]:
+        drafted = sum(length > 0 for length in lengths)
+        seconds = float(verify.seconds(3 + sum(lengths))) + (float(draft.seconds(drafted)) if drafted else 0.0)
+        return 3.0 + sum(gains[row, length] for row, length in enumerate(lengths)), seconds
+
+    outcomes = [outcome(lengths) for lengths in product(range(4), repeat=3)]
+    rate = 1.5
+    for policy, worth in (
+        (foreseeing(verify, draft), lambda tokens, seconds: tokens / seconds),
+        (clairvoyant(verify, draft, rate), lambda tokens, seconds: tokens - rate * seconds),
+    ):
+        decision = policy(0, block, np.zeros(3, dtype=bool))
+        assert worth(*outcome(decision.lengths.tolist())) == pytest.approx(max(worth(*o) for o in outcomes), rel=1e-9)
+        drafted = int(np.count_nonzero(decision.lengths))
+        assert decision.draft_seconds == pytest.approx(float(draft.seconds(drafted)) if drafted else 0.0)
 
 
 def test_requests_that_end_by_tokens_make_room_sooner_when_they_are_fast() -> None:

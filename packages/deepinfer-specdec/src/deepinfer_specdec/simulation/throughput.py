@@ -188,32 +188,64 @@ def live_lookahead(verify: CostCurve, draft: CostCurve) -> Simulated:
     return decide
 
 
-def clairvoyant(verify: CostCurve, draft: CostCurve, rate: float) -> Simulated:
-    """No policy but a bound: rows to draft for and drafts to verify are chosen with the confidences of the block itself, those of
-    rows that are not drafted included, for the most tokens less `rate` times the seconds.
+def _most_kept(survivals: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    """Most expected drafts kept [rows + 1, rows * K + 1] by rows drafted and drafts verified, -inf where there are not so
+    many; and the length [rows, rows + 1, rows * K + 1] that each row in turn has in it.
+    """
+    rows, width = survivals.shape
+    kept = np.full((rows + 1, rows * width + 1), -np.inf)
+    kept[0, 0] = 0.0
+    lengths = np.zeros((rows, *kept.shape), dtype=np.int32)
+    for row, gains in enumerate(np.cumsum(survivals, axis=1)):
+        before = kept.copy()
+        for length, gain in enumerate(gains, start=1):
+            longer = before[:-1, :-length] + gain
+            better = longer > kept[1:, length:]
+            kept[1:, length:][better] = longer[better]
+            lengths[row, 1:, length:][better] = length
+    return kept, lengths
 
-    Where what is verified does not change what comes next (requests that live by steps), no policy has a higher rate over all
-    steps than this one with that very `rate` (the optimum of a ratio of sums, Dinkelbach 1967); from a lower rate, the rate
-    that comes out is between the two.
+
+def _foreseen(
+    verify: CostCurve,
+    draft: CostCurve,
+    worth: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]],
+) -> Simulated:
+    """Rows to draft for and drafts to verify for the highest `worth(tokens, seconds)`, with the confidences of the block
+    itself, those of rows that are not drafted included.
     """
 
     def decide(_step: int, block: Draft, _replaced: NDArray[np.bool_]) -> Decision:
-        rows, survivals = block.rows, block.survivals().astype(np.float64)
-        order = np.argsort(-survivals.sum(axis=1), kind="stable")
-        best, found = rows - rate * float(verify.seconds(rows)), Decision(0.0, np.zeros(rows, dtype=np.int32))
-        for count in range(1, rows + 1):
-            drafted, seconds = order[:count], float(draft.seconds(count))
-            ranked = -np.sort(-survivals[drafted], axis=None)
-            values = np.append(0.0, np.cumsum(ranked)) - rate * verify.span(rows, ranked.size + 1)
-            budget = int(values.argmax())
-            if values[budget] + rows - rate * seconds > best:
-                best = float(values[budget]) + rows - rate * seconds
-                lengths = np.zeros(rows, dtype=np.int32)
-                lengths[drafted] = admit(survivals[drafted], block.counts[drafted], budget)
-                found = Decision(seconds, lengths)
-        return found
+        rows = block.rows
+        kept, choices = _most_kept(block.survivals().astype(np.float64))
+        drafting = np.append(0.0, [float(draft.seconds(count)) for count in range(1, rows + 1)])
+        values = worth(rows + kept, verify.span(rows, kept.shape[1]) + drafting[:, None])
+        count, budget = (int(i) for i in np.unravel_index(values.argmax(), values.shape))
+        seconds, lengths = float(drafting[count]), np.zeros(rows, dtype=np.int32)
+        for row in reversed(range(rows)):
+            lengths[row] = choices[row, count, budget]
+            count, budget = count - int(lengths[row] > 0), budget - int(lengths[row])
+        return Decision(seconds, lengths)
 
     return decide
+
+
+def clairvoyant(verify: CostCurve, draft: CostCurve, rate: float) -> Simulated:
+    """No policy but a bound: what is best for the most tokens less `rate` times the seconds, everything known beforehand.
+
+    Where what is verified does not change what comes next (requests that live by steps), no policy has a higher rate over all
+    steps than this one with that very `rate` (the optimum of a ratio of sums, Dinkelbach 1967); from a lower rate, the rate
+    that comes out is between the two. It hurries through steps in which little is to be had, which pays only since such requests
+    leave by steps: answers that leave by their tokens stay longer then.
+    """
+    return _foreseen(verify, draft, lambda tokens, seconds: tokens - rate * seconds)
+
+
+def foreseeing(verify: CostCurve, draft: CostCurve) -> Simulated:
+    """No policy but what the rule of this package, the most expected tokens per second of each step, would make if it knew the
+    confidences of all rows before it drafts.
+    """
+    return _foreseen(verify, draft, lambda tokens, seconds: tokens / seconds)
 
 
 def tokens_per_second(
