@@ -1,6 +1,7 @@
 """Each member builds a wheel that installs and imports alone, beside nothing else of this workspace."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-UV = shutil.which("uv") or pytest.fail("uv is not on the PATH")
+UV = os.environ.get("UV") or shutil.which("uv") or pytest.fail("uv is neither on the PATH nor what runs this: uv run pytest")
 
 CORES = ["deepinfer-sched", "deepinfer-cache", "deepinfer-specdec", "deepinfer-structured"]
 WITH_TORCH = ["deepinfer-kernels-cuda", "deepinfer-kernels-ascend"]
