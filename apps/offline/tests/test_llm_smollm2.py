@@ -173,3 +173,14 @@ def test_the_capital_of_france(llm: LLM) -> None:
     (output,) = llm.chat(question, SamplingParams(temperature=0, max_tokens=20))
     assert "Paris" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"
+
+
+def test_half_a_character_costs_its_own_item_only(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    whole, half = llm.generate(["One, two,", "\ud800"], params)
+    assert len(whole.outputs[0].token_ids) == 2
+    assert "U+D800" in str(half.error)
+    talks = [[{"role": "user", "content": text}] for text in ("\udfff", "hi")]
+    half, whole = llm.chat(talks, params)
+    assert "U+DFFF" in str(half.error)
+    assert len(whole.outputs[0].token_ids) == 2

@@ -56,6 +56,29 @@ def test_the_embedded_models_tokenizer_equals_transformers(tokenizer: Tokenizer)
     assert tokenizer.encode_chat(messages) == theirs(wanted, add_special_tokens=False)["input_ids"]
 
 
+@given(st.text(max_size=8), st.integers(0xD800, 0xDFFF), st.text(max_size=8))
+def test_half_a_character_is_refused_by_name_and_place(before: str, half: int, after: str) -> None:
+    made = Tokenizer(Backend(models.BPE()), eos_ids=(), name="bytes")
+    with pytest.raises(RequestError, match=rf"surrogate U\+{half:04X} at {len(before)}, ") as caught:
+        made.encode(before + chr(half) + after)
+    assert caught.value.param == "prompt"
+
+
+def test_half_a_character_in_a_conversation_blames_the_messages(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"surrogate U\+DC01 at") as caught:
+        tokenizer.encode_chat([{"role": "user", "content": "\udc01"}])
+    assert caught.value.param == "messages"
+
+
+def test_what_the_tokenizer_refuses_names_the_model() -> None:
+    made = Tokenizer(Backend(models.WordLevel({"a": 0}, unk_token="<unk>")), eos_ids=(), name="words")
+    assert made.encode("a") == [0]
+    with pytest.raises(RequestError, match=r"tokenizer of words cannot read this text: .*UNK"):
+        made.encode("b")
+    with pytest.raises(RequestError, match="must be text, got int 5"):
+        made.encode(5)  # pyrefly: ignore[bad-argument-type]
+
+
 def test_facts_of_the_embedded_model(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 49152
     assert tokenizer.eos_ids == {2}

@@ -18,6 +18,7 @@ def _refuse(name: str, value: Any, allowed: str) -> RequestError:
     return RequestError(f"{name} must be {allowed}, got {value!r}", code="invalid_value", param=name)
 
 
+_STOP = "a non-empty string or a list of non-empty strings"
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -124,8 +125,10 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         stop = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _listed("stop", stop, _STOP))
+        object.__setattr__(
+            self, "stop_token_ids", _listed("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        )
         if isinstance(self.structured_outputs, Mapping):
             try:
                 object.__setattr__(self, "structured_outputs", StructuredOutputs(**self.structured_outputs))
@@ -158,7 +161,7 @@ class SamplingParams:
     def _check_stops(self) -> None:
         for text in self.stop or ():
             if not isinstance(text, str) or not text:
-                raise _refuse("stop", text, "a non-empty string or a list of non-empty strings")
+                raise _refuse("stop", text, _STOP)
         for token in self.stop_token_ids or ():
             _integer("stop_token_ids", token, 0, None)
 
@@ -178,6 +181,13 @@ class SamplingParams:
             _number("logit_bias", bias, -100, 100)
             clean[token] = float(bias)
         object.__setattr__(self, "logit_bias", clean)
+
+
+def _listed(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
+    try:
+        return () if value is None else tuple(value)
+    except TypeError:
+        raise _refuse(name, value, allowed) from None
 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> None:

@@ -63,8 +63,12 @@ class Tokenizer:
         return Vocabulary(tokens, kind, self._literal)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; `add_special_tokens` adds what the model's own tokenizer adds, e.g. a start token."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Ids of a text; `add_special_tokens` adds what the model's own tokenizer adds, e.g. a start token.
+
+        Raises:
+            RequestError: not a text, half a character (a lone surrogate), or the tokenizer cannot spell it.
+        """
+        return self._ids(text, add_special_tokens, "prompt")
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Ids of many texts, encoded in parallel."""
@@ -89,11 +93,30 @@ class Tokenizer:
             options: `tools`, `add_generation_prompt` (default True), and variables of the template.
 
         Raises:
-            RequestError: no template, or the template refuses the conversation.
+            RequestError: no template, the template refuses the conversation, or `encode` refuses its text.
         """
         if self.chat_template is None:
             raise self.chat_refusal or ChatTemplate.missing(self.name)
-        return self.encode(self.chat_template.render(messages, **options), add_special_tokens=False)
+        return self._ids(self.chat_template.render(messages, **options), False, "messages")
+
+    def _ids(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the Rust side raises TypeError and plain Exception
+            raise RequestError(_unreadable(text, error, self.name), param=param) from error
+
+
+def _unreadable(text: Any, error: Exception, name: str) -> str:
+    """Why a text has no ids."""
+    if not isinstance(text, str):
+        return f"a prompt must be text, got {type(text).__name__} {text!r:.80}"
+    half = next((place for place, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+    if half is None:
+        return f"the tokenizer of {name} cannot read this text: {error}"
+    return (
+        f"the text holds half a character, the lone surrogate U+{ord(text[half]):04X} at {half}, which no text in UTF-8 "
+        "has; write the whole character"
+    )
 
 
 def load_tokenizer(path: Path, *, name: str | None = None) -> Tokenizer | None:
