@@ -12,7 +12,7 @@ def is_supported() -> str | None:
     Imports `torch_npu` when it is installed, which registers the `npu` device with torch.
     """
     if find_spec("torch_npu") is None:
-        return 'torch_npu is not installed: pip install "deepinfer-kernels-ascend[npu]"'
+        return "torch_npu is not installed: pip install torch-npu, in the version of torch here"
     try:
         torch_npu = importlib.import_module("torch_npu")
     except Exception as error:  # torch_npu raises RuntimeError, OSError or ImportError, depending on what CANN lacks

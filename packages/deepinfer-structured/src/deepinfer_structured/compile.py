@@ -151,6 +151,6 @@ def _worker(memory_mib: int) -> Worker:
 
 def _compile_without_llguidance(spec: Spec, vocabulary: Vocabulary, options: Options) -> Grammar:
     if not xgrammar.available:
-        raise EngineMissing("no grammar library is installed; install deepinfer-structured[llguidance] (or [xgrammar])")
+        raise EngineMissing("no grammar library is installed: pip install llguidance (or xgrammar)")
     compiled, notes = xgrammar.compile_gated(spec, vocabulary, options)
     return Grammar(spec, vocabulary, "xgrammar", compiled, notes)

@@ -146,10 +146,12 @@ def _ops(device: str, dtype: str) -> list[OpRow]:
 
 
 def _cuda_kernels(device: str, dtype: Any) -> list[OpRow]:
+    from deepinfer_offline.ops.cuda.support import INSTALL, NAME
+
     try:
         from deepinfer_kernels_cuda import capability_table
     except ImportError:
-        return [OpRow("*", "deepinfer-kernels-cuda", False, "not installed: pip install deepinfer-kernels-cuda")]
+        return [OpRow("*", NAME, False, f"not installed: {INSTALL}")]
     where = device if device in ("cpu", "cuda") else "cpu"
     rows = capability_table(where, dtype)
     return [

@@ -43,9 +43,7 @@ def _write_png(report: PlanReport, path: Path) -> None:
     try:
         from matplotlib.figure import Figure  # pyrefly: ignore[missing-import]
     except ImportError as error:
-        raise JobError(
-            'a PNG needs matplotlib: pip install "deepinfer-offline[plot]" (an .svg needs nothing)'
-        ) from error
+        raise JobError("a PNG needs matplotlib: pip install matplotlib (an .svg needs nothing)") from error
     figure = Figure(figsize=(_WIDTH / 100, _HEIGHT / 100), dpi=150)
     axes = figure.add_subplot()
     sizes = [size.cache_blocks for size in report.sizes]

@@ -62,7 +62,7 @@ def _read(folder: Path) -> dict[str, Any]:
     try:
         from safetensors.torch import load_file
     except ImportError as error:
-        raise CheckpointError('draft checkpoints need safetensors: pip install "deepinfer-specdec[torch]"') from error
+        raise CheckpointError("draft checkpoints need safetensors: pip install safetensors") from error
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder}: no *.safetensors file")

@@ -12,7 +12,7 @@ from torch import Tensor
 from deepinfer_specdec.dspark.model import DSparkModel, TargetParts
 from deepinfer_specdec.errors import SpecDecodeError
 
-_INSTALL = 'pip install "deepinfer-specdec[train]"'
+_INSTALL = "pip install transformers safetensors"
 
 
 class Target(Protocol):

@@ -64,7 +64,7 @@ def _greedy_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
 def require() -> Any:
     """The library, or `EngineMissing` saying how to get it."""
     if _llguidance is None:
-        raise EngineMissing("this constraint needs llguidance; install deepinfer-structured[llguidance]")
+        raise EngineMissing("this constraint needs llguidance: pip install llguidance")
     return _llguidance
 
 

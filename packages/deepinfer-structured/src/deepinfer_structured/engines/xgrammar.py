@@ -102,7 +102,7 @@ def gate(schema: Any, pointer: str = "") -> None:
     Raises:
         UnsupportedSchema: naming the first keyword that is not on the list.
     """
-    way_out = "install deepinfer-structured[llguidance], which enforces it"
+    way_out = "pip install llguidance, which enforces it"
     if not isinstance(schema, dict):
         raise UnsupportedSchema(pointer, "true/false", "only objects are enforced by xgrammar", way_out)
     kind = schema.get("type")
@@ -153,7 +153,7 @@ def compile_gated(spec: Spec, vocabulary: Vocabulary, options: Options) -> tuple
         elif spec.kind == "grammar":
             native = compiler.compile_grammar(xgrammar.Grammar.from_ebnf(spec.content))
         else:
-            raise InvalidSpec(f"{spec.kind} needs llguidance; install deepinfer-structured[llguidance]")
+            raise InvalidSpec(f"{spec.kind} needs llguidance: pip install llguidance")
     except (RuntimeError, ValueError) as error:
         if isinstance(error, InvalidSpec | UnsupportedSchema):
             raise

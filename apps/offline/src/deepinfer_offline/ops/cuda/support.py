@@ -11,7 +11,7 @@ import torch
 from deepinfer_offline.ops.registry import SupportFn
 
 NAME = "deepinfer-kernels-cuda"
-INSTALL = "pip install 'deepinfer-offline[cuda]'"
+INSTALL = "pip install ./packages/deepinfer-kernels-cuda in a clone (not on PyPI yet)"
 
 
 @lru_cache(maxsize=1)
