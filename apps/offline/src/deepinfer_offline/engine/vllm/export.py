@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from deepinfer_offline.engine.base import EngineStartError
+from deepinfer_offline.weights.digest import checkpoint_digest
 from deepinfer_offline.weights.source import ModelSource
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -28,8 +28,8 @@ def cache_folder() -> Path:
 def exported_folder(source: ModelSource, dtype: torch.dtype) -> Path:
     """Return a folder with the checkpoint's weights in `dtype`, its configuration and its tokenizer.
 
-    The folder is named after the file's content and size, so a changed file is exported anew. Two processes may export
-    at once: each writes beside the place and the last rename wins, with equal content.
+    The folder is named after a digest of the whole file, so weights that were changed in place are exported anew. Two
+    processes may export at once: each writes beside the place and the last rename wins, with equal content.
 
     Raises:
         EngineStartError: the architecture has no vLLM counterpart, or the cache cannot be written.
@@ -38,7 +38,7 @@ def exported_folder(source: ModelSource, dtype: torch.dtype) -> Path:
     if model_type not in ARCHITECTURES:
         raise EngineStartError(f"no vLLM model for GGUF architecture {model_type!r}; use --engine native")
     name = str(dtype).removeprefix("torch.")
-    target = cache_folder() / f"{source.name}-{name}-{_digest(source.path)}"
+    target = cache_folder() / f"{source.name}-{name}-{checkpoint_digest(source).hex()[:16]}"
     if (target / "config.json").is_file():
         return target
     try:
@@ -70,11 +70,3 @@ def _write(source: ModelSource, dtype: torch.dtype, folder: Path) -> None:
         "hidden_act": "silu",
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: its presence says that all is there
-
-
-def _digest(path: Path) -> str:
-    """Digest of the size and the first mebibyte: the header names every tensor and its place."""
-    digest = hashlib.blake2b(str(path.stat().st_size).encode(), digest_size=8)
-    with path.open("rb") as file:
-        digest.update(file.read(1 << 20))
-    return digest.hexdigest()
