@@ -5,12 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-UV = os.environ.get("UV") or shutil.which("uv") or pytest.fail("uv is neither on the PATH nor what runs this: uv run pytest")
+UV = (
+    os.environ.get("UV")
+    or shutil.which("uv")
+    or pytest.fail("uv is neither on the PATH nor what runs this: uv run pytest")
+)
 
 CORES = ["deepinfer-sched", "deepinfer-cache", "deepinfer-specdec", "deepinfer-structured"]
 WITH_TORCH = ["deepinfer-kernels-cuda", "deepinfer-kernels-ascend"]
@@ -30,6 +36,17 @@ def wheels(tmp_path_factory):
     out = tmp_path_factory.mktemp("wheels")
     subprocess.run([UV, "build", "--all-packages", "--wheel", "--no-sources", "-o", out, "-q"], cwd=ROOT, check=True)
     return {wheel.name.split("-")[0].replace("_", "-"): wheel for wheel in out.glob("*.whl")}
+
+
+@pytest.mark.parametrize("name", [*CORES, *WITH_TORCH, "deepinfer-offline"])
+def test_a_wheel_brings_its_licence_and_says_what_it_is(name, wheels):
+    with zipfile.ZipFile(wheels[name]) as wheel:
+        info = next(file.partition("/")[0] for file in wheel.namelist() if ".dist-info/" in file)
+        assert wheel.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+        metadata = Parser().parsestr(wheel.read(f"{info}/METADATA").decode())
+    assert metadata["License-Expression"] == "Apache-2.0"
+    for field in ("Author", "Keywords", "Classifier", "Summary"):
+        assert metadata[field], f"{name}: no {field}"
 
 
 def install_and_probe(folder: Path, wheel: Path, *more: str) -> dict:
