@@ -22,6 +22,7 @@ from torch import Tensor
 from deepinfer_offline.models.base import CacheGroup
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.schedule import Schedule
+from deepinfer_offline.ops.cpu.memory import cache_zeros
 from deepinfer_offline.ops.deepsig import LAYOUT_VERSION, record_bytes
 
 GLOBAL, WINDOW, PAIRS = "global", "window", "pairs"
@@ -120,7 +121,7 @@ def allocate(spec: CacheSpec, num_blocks: Mapping[str, int], device: str) -> V41
     window_slots = num_blocks[WINDOW] * spec.block_size
 
     def records(slots: int, width: int) -> Tensor:
-        return torch.zeros(slots, width, dtype=torch.uint8, device=device)
+        return cache_zeros((slots, width), torch.uint8, device)
 
     def global_pool(ratio: int, width: int) -> Tensor:
         return records(num_blocks[GLOBAL] * entries_per_block(spec.block_size, ratio), width)
@@ -131,7 +132,7 @@ def allocate(spec: CacheSpec, num_blocks: Mapping[str, int], device: str) -> V41
         compressed={s.index: global_pool(s.ratio, record_bytes("nvfp4", c.head_dim)) for s in sources},
         index_keys={s.index: global_pool(s.ratio, record_bytes("mxfp4", c.index_head_dim)) for s in sources},
         rings={
-            s.index: torch.zeros(num_blocks[PAIRS], ring_rows(s.ratio), 2 * c.head_dim, device=device)
+            s.index: cache_zeros((num_blocks[PAIRS], ring_rows(s.ratio), 2 * c.head_dim), torch.float32, device)
             for s in spec.schedule.pair_sources
         },
     )

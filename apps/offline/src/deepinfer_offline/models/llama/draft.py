@@ -15,6 +15,7 @@ from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.models.base import DraftChooser, DraftedBlocks, ForwardBatch, ModelOptions
 from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.ops.attention.base import GROUP
+from deepinfer_offline.ops.cpu.memory import cache_zeros
 
 _MAX_GATHERED = 1 << 26  # values of a draft layer's context that are gathered at once
 
@@ -56,7 +57,7 @@ class LlamaDraft:
         """Pools of zeros."""
         c, weight = self.config, self._model.fc.weight
         size = (num_blocks, self._block_size, 2, c.num_kv_heads, c.head_dim)
-        return tuple(torch.zeros(size, dtype=weight.dtype, device=weight.device) for _ in range(c.num_layers))
+        return tuple(cache_zeros(size, weight.dtype, weight.device) for _ in range(c.num_layers))
 
     def write_context(self, features: torch.Tensor, batch: ForwardBatch, pools: Pools) -> None:
         """Store the context of every token of a step.

@@ -15,6 +15,7 @@ from deepinfer_offline.models.base import ForwardBatch
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
 from deepinfer_offline.ops.attention.buckets import Bucket, make_buckets
 from deepinfer_offline.ops.attention.items import make_items
+from deepinfer_offline.ops.cpu.memory import cache_zeros
 from deepinfer_offline.ops.norm import rms_norm
 from deepinfer_offline.ops.registry import Provider, anywhere, registry
 from deepinfer_offline.ops.rope import apply_rope
@@ -61,7 +62,7 @@ class TorchAttention:
     def allocate(self, num_blocks: int) -> torch.Tensor:
         s = self.shape
         size = (2, s.num_kv_heads, num_blocks, s.block_size, s.head_dim)
-        return torch.zeros(size, dtype=s.dtype, device=s.device)
+        return cache_zeros(size, s.dtype, s.device)
 
     def blocks(self, cache: torch.Tensor) -> torch.Tensor:
         return cache.movedim(2, 0)
