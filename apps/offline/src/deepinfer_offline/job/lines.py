@@ -109,7 +109,7 @@ def _open_zstd(stream: IO[bytes], path: Path) -> IO[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise JobError(f'{path} is zstd: reading it needs `pip install "deepinfer-offline[zstd]"`') from None
+        raise JobError(f"{path} is zstd, and reading it needs zstandard: pip install zstandard") from None
     return io.BufferedReader(_ZstdFile(stream, zstandard), _CHUNK)
 
 

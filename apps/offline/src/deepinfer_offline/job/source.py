@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from deepinfer_offline.job import tables
+from deepinfer_offline.job.csv_table import csv_columns, read_csv
 from deepinfer_offline.job.errors import JobError
 from deepinfer_offline.job.lines import Line, read_lines
+from deepinfer_offline.job.parquet_table import parquet_columns, read_parquet
 
 _PARQUET_MAGIC = b"PAR1"
 _COMPRESSED = {".gz", ".zst", ".zstd"}
@@ -44,7 +45,7 @@ class Source:
         self.kind = _kind(self.path)
         self.ignored_columns: tuple[str, ...] = ()
         if self.kind != "jsonl":
-            find = tables.csv_columns if self.kind == "csv" else tables.parquet_columns
+            find = csv_columns if self.kind == "csv" else parquet_columns
             self.ignored_columns = find(self.path).ignored
         self._stamp = self._stat()
 
@@ -54,7 +55,7 @@ class Source:
         Raises:
             JobError: the file is damaged, or changed since it was opened.
         """
-        reader = {"jsonl": read_lines, "csv": tables.read_csv, "parquet": tables.read_parquet}[self.kind]
+        reader = {"jsonl": read_lines, "csv": read_csv, "parquet": read_parquet}[self.kind]
         yield from reader(self.path)
         if self._stat() != self._stamp:
             raise JobError(f"{self.name} changed while it was read; run the command again with --fresh")
