@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,11 +50,11 @@ def test_a_wheel_brings_its_licence_and_says_what_it_is(name, wheels):
         assert metadata[field], f"{name}: no {field}"
 
 
-def install_and_probe(folder: Path, wheel: Path, *more: str) -> dict:
+def install_and_probe(folder: Path, wheel: Path | str, *more: str) -> dict:
     subprocess.run([UV, "venv", "-q", "--python", sys.executable, folder], check=True)
     python = folder / "bin" / "python"
     subprocess.run([UV, "pip", "install", "-q", "--python", python, wheel, *more], check=True)
-    module = wheel.name.split("-")[0]
+    module = Path(wheel).name.split("-")[0]
     done = subprocess.run([python, "-I", "-c", PROBE, module], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -82,3 +83,40 @@ def test_the_app_installs_with_its_libraries_and_has_its_command(wheels, tmp_pat
     done = subprocess.run([tmp_path / "venv/bin/deepinfer", "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "run" in done.stdout
+
+
+def snippets(readme: Path) -> str:
+    """The Python code of a page, as a reader would paste it."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", readme.read_text(), re.MULTILINE | re.DOTALL))
+
+
+def run_readme(name: str, wheels: dict[str, Path], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Install what a README says in an environment of its own, and run its code there."""
+    readme = ROOT / "packages" / name / "README.md"
+    extras = re.search(rf"pip install \"?\./packages/{name}(\[[a-z,]+\])?", readme.read_text())[1] or ""
+    if extras == "[npu]":  # torch-npu is of use beside an Ascend driver only
+        extras = ""
+    install_and_probe(folder / "venv", f"{wheels[name]}{extras}")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "TRITON"))}
+    command = [folder / "venv/bin/python", "-I", "-c", snippets(readme)]
+    return subprocess.run(command, cwd=folder, env=kept | variables, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", [*CORES, *WITH_TORCH])
+def test_the_readme_runs_as_printed(name, wheels, tmp_path):
+    done = run_readme(name, wheels, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
+
+
+def test_the_kernels_readme_runs_to_its_end_in_the_interpreter(wheels, tmp_path):
+    done = run_readme("deepinfer-kernels-cuda", wheels, tmp_path, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("torch.Size([4, 512])\n")
+
+
+def test_the_readme_of_the_workspace_runs_as_printed(tmp_path):
+    command = [sys.executable, "-c", snippets(ROOT / "README.md")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()

@@ -14,9 +14,17 @@ from deepinfer_kernels_cuda.attention import choose_splits  # noqa: E402
 
 def test_cpu_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert "no CUDA device" in kernels.is_supported("router", "cpu")
+    assert "cpu is no CUDA device" in kernels.is_supported("router", "cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert kernels.is_supported("router", "cpu") is None
+
+
+@pytest.mark.parametrize(("cuda", "said"), [("13.0", "no CUDA device answers"), (None, "built without CUDA")])
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch, cuda, said) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert said in kernels.is_supported("router", "cuda")
+    assert said in kernels.is_supported("router", "cuda:1", torch.bfloat16)
 
 
 @pytest.mark.parametrize(

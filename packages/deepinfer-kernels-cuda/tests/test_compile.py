@@ -11,6 +11,7 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
+from deepinfer_kernels_cuda import catalogue  # noqa: E402
 from deepinfer_kernels_cuda.aot import CompileReport, CompileReportError, machine_text  # noqa: E402
 from deepinfer_kernels_cuda.catalogue import SPECS  # noqa: E402
 from deepinfer_kernels_cuda.experts import NARROW  # noqa: E402
@@ -71,3 +72,11 @@ def test_report_refuses(field, value, word) -> None:
     assert CompileReport(**good).check(min_mma=1)
     with pytest.raises(CompileReportError, match=word):
         CompileReport(**(good | {field: value})).check(min_mma=1)
+
+
+def test_a_kernel_that_is_not_there_is_named(capsys) -> None:
+    assert catalogue.main(["rms_norm", "nosuch"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("no kernel 'nosuch'; there are ")
+    assert " rms_norm," in said.err

@@ -138,7 +138,9 @@ def is_supported(op: str, device: torch.device | str, dtype: torch.dtype | None 
         return None if "portable" in entry.kernels else f"{op} has no kernel that Triton's interpreter runs"
     arch = device_arch(device)
     if arch == 0:
-        return f"{torch.device(device)} is no CUDA device"
+        if torch.device(device).type == "cuda":
+            return "no CUDA device answers" if torch.version.cuda else "this torch was built without CUDA"
+        return f"{torch.device(device)} is no CUDA device; TRITON_INTERPRET=1 runs the portable kernels on a CPU"
     archs = sorted({a for each in entry.kernels.values() for a in each})
     if arch not in archs:
         return f"no kernel for compute capability {arch / 10}; there are kernels for {', '.join(map(str, archs))}"

@@ -374,7 +374,11 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
 
 
 def main(names: list[str]) -> int:
-    """Compile the named cases, or all; returns the number of failures."""
+    """Compile the named cases, or all; returns 0, 1 where one does not compile, 2 where a name is unknown."""
+    known = [spec.name for spec in SPECS]
+    if unknown := [name for name in names if name not in known]:
+        sys.stderr.write(f"no kernel {', '.join(map(repr, unknown))}; there are {', '.join(known)}\n")
+        return 2
     failures = 0
     for spec in SPECS:
         if names and spec.name not in names:
@@ -392,8 +396,8 @@ def main(names: list[str]) -> int:
                 f"{'' if arch == 90 else ', not run'}\n"
             )
             sys.stdout.flush()
-    return failures
+    return min(failures, 1)
 
 
 if __name__ == "__main__":
-    sys.exit(min(main(sys.argv[1:]), 1))
+    sys.exit(main(sys.argv[1:]))

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 SUPPORTED = "0.33."
 
 
+def installed_version() -> str | None:
+    """The version of vLLM here, or None where there is none."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return None
+
+
 def reason_not_to_serve() -> str | None:
-    """Why the installed vLLM is left alone, in a sentence, or None."""
-    installed = version("vllm")
+    """Why nothing is replaced in vLLM here, in a sentence, or None."""
+    installed = installed_version()
+    if installed is None:
+        return "vLLM is not installed: pip install vllm==0.33.0"
     if not installed.startswith(SUPPORTED):
         return (
             f"deepinfer-kernels-cuda's adapter is written for vLLM {SUPPORTED}x and vLLM {installed} is installed: "

@@ -21,7 +21,7 @@ def decisions() -> list[translate.Decision]:
     asked = translate.read_switch(os.environ.get(SWITCH, ""))
     reason = compat.reason_not_to_serve() or triton_reason()
     if reason is not None:
-        return [translate.Decision(op, None, reason) for op in translate.LAYERS]
+        return translate.refuse(reason)
     return translate.decide(asked, compat.compute_capability(), interpreting())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepinfer_kernels_cuda.capability import OPS
 
@@ -83,6 +83,11 @@ def decide(asked: Iterable[str], capability: int, interpreted: bool) -> list[Dec
     """
     chosen = set(asked)
     return [_decide(op, op in chosen, capability, interpreted) for op in OPS]
+
+
+def refuse(reason: str) -> list[Decision]:
+    """For every op of the package why it replaces nothing, where `reason` keeps back those that could."""
+    return [replace(row, reason=reason) if row.op in LAYERS else row for row in decide((), 0, False)]
 
 
 def _decide(op: str, asked: bool, capability: int, interpreted: bool) -> Decision:

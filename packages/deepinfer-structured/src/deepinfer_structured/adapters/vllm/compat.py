@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 SUPPORTED = "0.33."
@@ -16,9 +16,19 @@ CARRIER = "guidance"
 VALIDATOR = "_validate_structured_outputs"
 
 
+def installed_version() -> str | None:
+    """The version of vLLM here, or None where there is none."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return None
+
+
 def refuse_reason() -> str | None:
-    """Return why the installed vLLM cannot be served, or None."""
-    installed = version("vllm")
+    """Return why no vLLM here can be served, or None."""
+    installed = installed_version()
+    if installed is None:
+        return "vLLM is not installed: pip install vllm==0.33.0"
     if not installed.startswith(SUPPORTED):
         return f"it is written for vLLM {SUPPORTED}x and vLLM {installed} is installed"
     missing = [name for name, found in probe().items() if not found]
