@@ -1,5 +1,7 @@
 """Every member is a package that stands alone: same Python range, bounded siblings, typed, documented."""
 
+import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -16,6 +18,10 @@ def project(member: Path) -> dict:
 
 PROJECTS = {member: project(member) for member in MEMBERS}
 VERSIONS = {p["name"]: p["version"] for p in PROJECTS.values()}
+
+# Members with a release. Any other name could be taken by anybody, so no text may tell a reader to install it from there.
+ON_PYPI: set[str] = set()
+INSTALLS = re.compile(r"""install(?:\s+-[\w-]+)*\s+["'`\\]*(deepinfer-[a-z-]+)""")
 
 each_member = pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.name)
 
@@ -48,6 +54,9 @@ def test_python_range_and_licence_agree(member):
     p = PROJECTS[member]
     assert p["requires-python"] == ">=3.11,<3.14"
     assert p["license"] == "Apache-2.0"
+    assert (member / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    versions = {name.rpartition(" ")[2] for name in p["classifiers"] if "Python :: 3." in name}
+    assert versions == {"3.11", "3.12", "3.13"}
 
 
 @each_member
@@ -56,6 +65,8 @@ def test_is_typed_and_documented(member):
     readme = (member / "README.md").read_text()
     assert readme.startswith("# ")
     assert "pip install" in readme, f"{member.name}: the README does not say how to install it"
+    links = re.findall(r"\]\(([^)]+)\)", readme)
+    assert [link for link in links if "://" not in link] == [], f"{member.name}: a package index has no such page"
     changelog = (member / "CHANGELOG.md").read_text()
     assert PROJECTS[member]["version"] in changelog, f"{member.name}: the changelog lacks the current version"
 
@@ -63,3 +74,24 @@ def test_is_typed_and_documented(member):
 @each_member
 def test_has_its_own_tests(member):
     assert list(member.glob("tests/**/test_*.py"))
+
+
+def test_no_text_installs_a_name_that_has_no_release():
+    listed = subprocess.run(["git", "ls-files", "*.md", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = [
+        f"{name}: {match.group()}"
+        for name in listed.stdout.split()
+        if (ROOT / name).is_file() and not Path(__file__).samefile(ROOT / name)
+        for match in INSTALLS.finditer((ROOT / name).read_text(encoding="utf-8"))
+        if match[1] not in ON_PYPI
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['pip install "deepinfer-cache[vllm]"', "pip install --no-deps deepinfer-cache", "`install deepinfer-cache`"],
+)
+def test_an_installation_by_name_is_seen(text):
+    assert INSTALLS.search(text)[1] == "deepinfer-cache"
+    assert not INSTALLS.search(text.replace("deepinfer-", "./packages/deepinfer-"))
