@@ -77,6 +77,45 @@ def test_an_output_that_is_a_link_stays_one(run, tmp_path):
     assert len((tmp_path / "elsewhere" / "there.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_link_to_output_is_checked_and_locked_as_the_file_it_names(run, tmp_path):
+    (tmp_path / "lk").mkdir()
+    content = json.dumps(line("a", prompt="x")) + "\n"
+    for name in ("res.partial", "res.journal"):
+        (tmp_path / "lk" / name).write_text(content)
+        (tmp_path / "lkout").unlink(missing_ok=True)
+        (tmp_path / "lkout").symlink_to("lk/res")
+        with pytest.raises(JobError, match=rf"are the same file, .*{name}"):
+            run(str(tmp_path / "lk" / name), output=tmp_path / "lkout")
+        assert (tmp_path / "lk" / name).read_text() == content
+        (tmp_path / "lk" / name).unlink()
+
+
+def test_two_names_of_one_output_are_one_job(run, tmp_path):
+    (tmp_path / "once.out").symlink_to(tmp_path / "twice.out")
+    (tmp_path / "twice.out").symlink_to("out.jsonl")
+    other = Runner(tmp_path)
+    real = run.make_engine
+
+    def make_engine(options):
+        for name in ("once.out", "twice.out"):
+            with pytest.raises(JobError, match=r"another run is writing .*out\.jsonl at this moment"):
+                other(str(tmp_path / "in.jsonl"), output=tmp_path / name)
+        return real(options)
+
+    run.make_engine = make_engine
+    assert len(run(jobs(3))) == 3
+    assert other(str(tmp_path / "in.jsonl"), output=tmp_path / "once.out") == run(str(tmp_path / "in.jsonl"))
+    assert other.engines == []
+    assert len(run.engines) == 1
+
+
+def test_a_link_that_leads_nowhere_is_named_before_anything_runs(run, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "gone" / "there.jsonl")
+    with pytest.raises(JobError, match=r"gone does not exist"):
+        run(jobs(3), output=tmp_path / "out")
+    assert run.engines == []
+
+
 def test_a_csv_file(run, tmp_path):
     rows = [
         ("prompt", "max_tokens", "temperature", "label", "stop"),

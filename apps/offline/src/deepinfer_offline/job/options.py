@@ -11,6 +11,7 @@ from deepinfer_offline.engine.options import EngineOptions, OptionsError
 from deepinfer_offline.job.codec import dumps
 
 ORDERS = ("prefix", "input")
+_STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 _WEIGHTS = {".safetensors", ".gguf", ".json", ".jinja", ".model"}
 
 
@@ -20,7 +21,8 @@ class JobOptions:
 
     Attributes:
         input: a path, or `-` for standard input.
-        output: where results go.
+        output: where results go. A link is followed once, here: all later paths lie beside the file that it names, so that
+            two runs that reach one file by different names meet at one journal.
         engine: how to build the engine.
         order: `prefix` runs requests that share a prompt prefix together; `input` keeps the input's order. OUTPUT is in
             input order either way.
@@ -53,6 +55,12 @@ class JobOptions:
             raise OptionsError(f"--ray must be at least 1, got {self.ray}")
         if self.retry_errors and self.fresh:
             raise OptionsError("--retry-errors keeps good answers and --fresh throws them away; give one of them")
+        if str(self.output) in _STANDARD_OUTPUT:
+            raise OptionsError(
+                "OUTPUT cannot be standard output, because a run that is interrupted goes on in its file"
+            )
+        if self.output.is_symlink():
+            object.__setattr__(self, "output", Path(os.path.realpath(self.output)))
 
     @property
     def journal(self) -> Path:

@@ -53,7 +53,6 @@ def write_output(
     Raises:
         JobError: the disk is full or failed. The journal is left as it is.
     """
-    path = path.resolve()  # a link stays a link
     partial = partial_path(path)
     written = Written()
     done = journal.answered()

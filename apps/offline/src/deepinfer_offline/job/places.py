@@ -16,8 +16,6 @@ def check_places(options: JobOptions) -> None:
     Raises:
         JobError: one sentence about the first fault.
     """
-    if str(options.output) in ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"):
-        raise JobError("OUTPUT cannot be standard output, because a run that is interrupted goes on in its file")
     _check_writable(options.output, "OUTPUT")
     inputs = [("INPUT", Path(options.input))] if options.input != "-" else []
     written = [
