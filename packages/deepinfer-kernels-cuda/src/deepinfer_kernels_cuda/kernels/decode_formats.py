@@ -43,21 +43,6 @@ def e2m1_value(code):
 
 
 @triton.jit
-def e2m1_code(value):
-    """Nearest e2m1 code of float32 values, ties to the even code, magnitudes over 6 saturate."""
-    magnitude = tl.abs(value)
-    code = (magnitude > 0.25).to(tl.int32)
-    code += (magnitude >= 0.75).to(tl.int32)
-    code += (magnitude > 1.25).to(tl.int32)
-    code += (magnitude >= 1.75).to(tl.int32)
-    code += (magnitude > 2.5).to(tl.int32)
-    code += (magnitude >= 3.5).to(tl.int32)
-    code += (magnitude > 5.0).to(tl.int32)
-    negative = value.to(tl.int32, bitcast=True) < 0
-    return tl.where(negative, code | 8, code)
-
-
-@triton.jit
 def e4m3_code(value):
     """Nearest e4m3 byte (int32) of float32 values, ties to even, magnitudes over 448 saturate; NaN gives 0x7F.
 

@@ -30,12 +30,3 @@ def join(*obligations: Obligation) -> Obligation:
     if any((node, not holds) in parts for node, holds in parts):
         return NEVER
     return tuple(parts)
-
-
-def negate(obligation: Obligation) -> Obligation | None:
-    """The opposite of an obligation, or None where it is not a single schema."""
-    if obligation == TOP:
-        return NEVER
-    if obligation == NEVER:
-        return TOP
-    return ((obligation[0][0], not obligation[0][1]),) if len(obligation) == 1 else None

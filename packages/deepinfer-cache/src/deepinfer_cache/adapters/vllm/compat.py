@@ -20,7 +20,9 @@ def require_supported() -> None:
     """Raise ImportError with what to do where vLLM is not installed, or not the one this adapter is tested with."""
     installed = installed_version()
     if installed is None:
-        raise ImportError("deepinfer-cache's connector runs inside vLLM, which is not installed: pip install vllm==0.33.0")
+        raise ImportError(
+            "deepinfer-cache's connector runs inside vLLM, which is not installed: pip install vllm==0.33.0"
+        )
     if not installed.startswith(SUPPORTED):
         raise ImportError(
             f"deepinfer-cache's connector is written for vLLM {SUPPORTED}x and vLLM {installed} is installed: "
