@@ -9,10 +9,10 @@ from pathlib import Path
 
 from deepinfer_offline.engine.options import EngineOptions, OptionsError
 from deepinfer_offline.job.codec import dumps
+from deepinfer_offline.job.identity import model_identity
 
 ORDERS = ("prefix", "input")
 _STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-_WEIGHTS = {".safetensors", ".gguf", ".json", ".jinja", ".model"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class JobOptions:
         """
         engine = self.engine
         shaping: dict[str, str | int] = {
-            "model": _model_identity(engine.model),
+            "model": model_identity(engine.model),
             "engine": engine.engine,
             "device": engine.device,
         }
@@ -99,15 +99,3 @@ class JobOptions:
 def fingerprint(answer_options: dict[str, str | int]) -> str:
     """See `JobOptions.fingerprint`."""
     return hashlib.blake2b(dumps(answer_options), digest_size=8).hexdigest()
-
-
-def _model_identity(model: str) -> str:
-    """The model's name, and for files on this machine a digest of their names and sizes (not their place)."""
-    path = Path(model)
-    if not path.exists():
-        return model
-    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.suffix in _WEIGHTS and f.is_file())
-    digest = hashlib.blake2b(digest_size=8)
-    for file in files:
-        digest.update(f"{file.name} {os.path.getsize(file)}\n".encode())
-    return f"{path.name}#{digest.hexdigest()}"

@@ -153,6 +153,8 @@ class Job:
             engine = self._make_engine(options.engine)
         try:
             facts.info = info = engine.info
+            for note in info.notes:
+                self._reporter.note(note)
             where = {"engine": info.engine, "dtype": info.dtype, "device": info.device.split(" ")[0]}
             if not journal.header or options.fresh:
                 journal.start({**self._header(index), "where": where}, len(index))
@@ -230,11 +232,14 @@ def _check_same(old: dict[str, Any], new: dict[str, Any], options: JobOptions) -
     if old.get("input") != new["input"]:
         raise JobError(f"the input changed since {journal} was begun; start over with --fresh or choose another output")
     before, now = old.get("options") or {}, new["options"]
-    for name in {**before, **now}:
-        if before.get(name) != now.get(name):
-            raise JobError(
-                f"{journal} was begun with --{name} {before.get(name)} and this is {now.get(name)}; {way_out}"
-            )
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if not changed:
+        return
+    name = changed[0]
+    was, given = str(before.get(name)), str(now.get(name))
+    if name == "model" and "#" in was and was.rpartition("#")[0] == given.rpartition("#")[0]:
+        raise JobError(f"the files of --model {options.engine.model} changed since {journal} was begun; {way_out}")
+    raise JobError(f"{journal} was begun with --{name} {was} and this is {given}; {way_out}")
 
 
 def _refuse_other_engine(journal: Journal, now: dict[str, str]) -> None:
