@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from deepinfer_offline.engine.base import EngineStats
@@ -204,3 +205,15 @@ def test_what_grammars_say_is_reported_with_structured_output_and_not_among_seco
     assert report["engine_seconds"] == {"prefill": 1.0, "decode": 2.0}
     assert report["kv_store"] == {"a": 1}
     assert make_report(Facts("in", "out", stats=EngineStats()))["structured_output"]["notes"] == {}
+
+
+def test_what_the_engine_has_to_say_is_told(run):
+    def make_engine(options):
+        engine = type(run).make_engine(run, options)
+        engine.info = replace(engine.info, notes=("slower code serves it (no compiler)",))
+        return engine
+
+    run.make_engine = make_engine
+    run(jobs(2))
+    assert run.notes.notes == ["slower code serves it (no compiler)"]
+    assert run.report["engine"]["notes"] == ("slower code serves it (no compiler)",)

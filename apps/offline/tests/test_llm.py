@@ -211,6 +211,11 @@ def test_start_errors_are_one_sentence(folder: Path, tmp_path: Path) -> None:
         make(folder, dtype="int8")
 
 
+def test_the_info_says_what_serves_slower_than_it_could(llm: LLM) -> None:
+    """The C kernels compute bfloat16 only, so no machine has them serve float32."""
+    assert [note.rpartition("(")[2] for note in llm.info.notes] == ["cpu-avx512-bf16: computes bfloat16, not float32)"]
+
+
 def test_a_small_cache_shortens_the_context(folder: Path) -> None:
     with make(folder, kv_memory=64 << 10) as llm:
         assert llm.info.max_model_len == llm.info.kv_tokens < CONTEXT

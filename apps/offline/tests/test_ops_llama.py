@@ -11,7 +11,7 @@ from deepinfer_offline.ops.cpu import providers
 from deepinfer_offline.ops.cpu.build import cpu_kernels
 from deepinfer_offline.ops.linear import OneDnnLinear, TorchLinear, onednn_reason, silu_mul
 from deepinfer_offline.ops.norm import rms_norm
-from deepinfer_offline.ops.registry import OpRegistry, OpRegistryError, Provider, anywhere
+from deepinfer_offline.ops.registry import OpRegistry, OpRegistryError, Provider, anywhere, slower_notes
 from deepinfer_offline.ops.rope import RopeConfig, rope_frequencies, rope_scale
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -119,6 +119,23 @@ def test_the_best_supported_provider_is_chosen() -> None:
         ("fast", "needs CUDA", False),
         ("plain", None, True),
     ]
+
+
+def test_a_faster_provider_is_missed_only_on_its_own_kind_of_device() -> None:
+    table = OpRegistry()
+    table.register(Provider("add", "plain", "portable", anywhere, lambda: 0))
+    table.register(Provider("add", "gpu", "kernel", lambda *_: "not installed", lambda: 1, device="cuda"))
+    even = Provider("add", "even", "kernel", anywhere, lambda: 2, lambda n: "odd" if n % 2 else None, device="cpu")
+    table.register(even)
+    missed = {n: table.missed("add", "cpu", torch.float32, n) for n in (2, 3)}
+    assert missed == {2: None, 3: "even: odd"}
+    assert table.missed("add", "cuda:1", torch.float32, 3) == "gpu: not installed"
+    assert table.missed("add", "meta", torch.float32, 3) is None
+    reasons = {"add": "even: odd", "mul": None, "sub": "even: odd", "div": "gpu: not installed"}
+    assert slower_notes(reasons) == (
+        "slower code serves add, sub (even: odd)",
+        "slower code serves div (gpu: not installed)",
+    )
 
 
 def test_a_shape_can_rule_a_provider_out() -> None:

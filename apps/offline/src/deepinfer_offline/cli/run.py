@@ -118,7 +118,13 @@ def run(
         ),
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(parser=_whole, metavar="N", help="Tokens in a KV block.", rich_help_panel=_SPEED)
+        int | None,
+        typer.Option(
+            parser=_whole,
+            metavar="N",
+            help="Tokens in a KV block. Fast attention wants a multiple of 32 on a CPU, a power of two on a GPU.",
+            rich_help_panel=_SPEED,
+        ),
     ] = None,
     prefix_caching: Annotated[
         bool, typer.Option(metavar=" ", help="Compute equal starts of prompts once.", rich_help_panel=_SPEED)

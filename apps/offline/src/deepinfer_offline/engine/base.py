@@ -106,7 +106,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What runs: filled once at start."""
+    """What runs: filled once at start. `notes` are sentences for the user, e.g. that slower code serves and why."""
 
     engine: str  # "native" or "vllm"
     model: str  # the name that requests are answered under
@@ -118,6 +118,7 @@ class EngineInfo:
     kv_bytes: int
     weight_bytes: int
     block_size: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

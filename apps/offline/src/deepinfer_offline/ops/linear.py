@@ -107,5 +107,5 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 registry.register(Provider("linear", "portable", "portable", anywhere, lambda: TorchLinear))
-registry.register(Provider("linear", "onednn", "library", onednn_reason, lambda: OneDnnLinear))
+registry.register(Provider("linear", "onednn", "library", onednn_reason, lambda: OneDnnLinear, device="cpu"))
 registry.register(Provider("silu_mul", "portable", "portable", anywhere, lambda: silu_mul))

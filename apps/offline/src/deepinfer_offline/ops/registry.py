@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Provider:
         is_supported: asks whether it serves a device and dtype.
         load: returns the implementation; called once the provider is chosen.
         accepts: asks whether it serves a shape, given as `detail` to `select`; None accepts all.
+        device: kind of device that it is made for, e.g. `cpu`; None: any.
     """
 
     op: str
@@ -37,10 +38,18 @@ class Provider:
     is_supported: SupportFn
     load: Callable[[], Any]
     accepts: Callable[[Any], str | None] | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.band not in _BANDS:
             raise OpRegistryError(f"provider {self.name!r}: band {self.band!r} is not one of {', '.join(_BANDS)}")
+
+    def refusal(self, device: str, dtype: torch.dtype, detail: Any = None) -> str | None:
+        """Why it does not serve a device, dtype and shape, or None."""
+        reason = self.is_supported(device, dtype)
+        if reason is None and detail is not None and self.accepts is not None:
+            reason = self.accepts(detail)
+        return reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +84,22 @@ class OpRegistry:
         """
         reasons = []
         for provider in self._known(op):
-            reason = provider.is_supported(device, dtype)
-            if reason is None and detail is not None and provider.accepts is not None:
-                reason = provider.accepts(detail)
+            reason = provider.refusal(device, dtype, detail)
             if reason is None:
                 return provider
             reasons.append(f"{provider.name}: {reason}")
         raise OpRegistryError(f"op {op!r} on {device} in {dtype}: " + "; ".join(reasons))
+
+    def missed(self, op: str, device: str, dtype: torch.dtype, detail: Any = None) -> str | None:
+        """The faster provider that is made for this kind of device and does not serve, with its reason; None if there is none."""
+        kind = torch.device(device).type
+        for provider in self._known(op):
+            reason = provider.refusal(device, dtype, detail)
+            if reason is None:
+                return None
+            if provider.device == kind:
+                return f"{provider.name}: {reason}"
+        return None
 
     def capabilities(self, device: str, dtype: torch.dtype) -> list[Capability]:
         """The capability table: every provider of every op, the chosen one first."""
@@ -89,7 +107,7 @@ class OpRegistry:
         for op in sorted(self._providers):
             chosen = False
             for provider in self._known(op):
-                reason = provider.is_supported(device, dtype)
+                reason = provider.refusal(device, dtype)
                 rows.append(Capability(op, provider.name, reason, reason is None and not chosen))
                 chosen = chosen or reason is None
         return rows
@@ -98,6 +116,15 @@ class OpRegistry:
         if op not in self._providers:
             raise OpRegistryError(f"no op {op!r}; there are {', '.join(sorted(self._providers))}")
         return self._providers[op]
+
+
+def slower_notes(missed: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Sentences for the user about ops that something faster could serve, by the answers of `OpRegistry.missed`."""
+    ops: dict[str, list[str]] = {}
+    for op, reason in missed.items():
+        if reason is not None:
+            ops.setdefault(reason, []).append(op)
+    return tuple(f"slower code serves {', '.join(names)} ({reason})" for reason, names in ops.items())
 
 
 registry = OpRegistry()

@@ -65,7 +65,7 @@ def advise(
         sample: token ids of some prompts, at most `SAMPLE`; none for a trace.
         decode: turns ids into text, to show where prompts part.
     """
-    short = tuple(_short_prefix(plan, sample))
+    short = tuple(_short_prefix(plan, sample, report.engine))
     sizes = () if short and report.bound < _NOTHING else (*_size(report), *_order(report))
     return (*_hidden_text(plan, sample, decode), *short, *sizes)
 
@@ -90,15 +90,16 @@ def _hidden_text(
     )
 
 
-def _short_prefix(plan: JobPlan, sample: Sequence[np.ndarray]) -> Iterator[str]:
+def _short_prefix(plan: JobPlan, sample: Sequence[np.ndarray], engine: str) -> Iterator[str]:
     if len(sample) < 4:
         return
     typical = int(np.median(_shared_lengths(sample)[0]))
     lost = typical % plan.block_size
+    price = "; on a CPU keep to multiples of 32, others are computed by slower code" if engine == "native" else ""
     if typical >= 8 and lost >= max(4, 0.25 * typical):
         yield (
             f"Prompts share about {typical} tokens, and blocks of {plan.block_size} tokens find {typical - lost} of them; "
-            "a smaller --block-size finds more."
+            f"a smaller --block-size finds more{price}."
         )
 
 

@@ -235,6 +235,7 @@ def _info(source: ModelSource, model: Model, plan: CachePlan) -> EngineInfo:
         kv_bytes=plan.num_bytes,
         weight_bytes=model.facts.weight_bytes,
         block_size=plan.config.page_size,
+        notes=getattr(model, "notes", ()),
     )
 
 

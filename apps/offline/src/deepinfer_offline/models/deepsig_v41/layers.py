@@ -9,7 +9,7 @@ import torch
 from deepinfer_offline.models.base import ModelOptions
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.ops.cuda.support import NAME, kernels, supports
-from deepinfer_offline.ops.registry import Provider, anywhere, registry
+from deepinfer_offline.ops.registry import Provider, anywhere, registry, slower_notes
 
 OP = "v41_layers"
 _NEEDED = (
@@ -23,6 +23,11 @@ _NEEDED = (
 def choose_layers(config: V41Config, options: ModelOptions) -> Any:
     """The class that runs the layers: `Backbone` or `DeviceBackbone`."""
     return registry.select(OP, options.device, options.dtype, detail=config).load()
+
+
+def layer_notes(config: V41Config, options: ModelOptions) -> tuple[str, ...]:
+    """What is slower than it could be on this device, a sentence each."""
+    return slower_notes({OP: registry.missed(OP, options.device, options.dtype, config)})
 
 
 def packs_experts(config: V41Config, options: ModelOptions) -> bool:
@@ -65,4 +70,4 @@ def _kernels() -> Any:
 
 
 registry.register(Provider(OP, "portable", "portable", anywhere, _reference))
-registry.register(Provider(OP, NAME, "kernel", supports(*_NEEDED), _kernels, accepts=shape_reason))
+registry.register(Provider(OP, NAME, "kernel", supports(*_NEEDED), _kernels, accepts=shape_reason, device="cuda"))

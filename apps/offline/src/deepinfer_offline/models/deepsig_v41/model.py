@@ -20,7 +20,7 @@ from deepinfer_offline.models.deepsig_v41.checkpoint import FolderReader, engram
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.draft import Draft
 from deepinfer_offline.models.deepsig_v41.engram import EngramHash
-from deepinfer_offline.models.deepsig_v41.layers import choose_layers, pack_experts, packs_experts
+from deepinfer_offline.models.deepsig_v41.layers import choose_layers, layer_notes, pack_experts, packs_experts
 from deepinfer_offline.models.deepsig_v41.loader import TensorReader, WeightLoader
 from deepinfer_offline.models.deepsig_v41.memory import dense_weight_bytes, keeps_fp4, workspace_bytes
 from deepinfer_offline.models.deepsig_v41.replay import DECODER_REPLAYS, DecoderReplay
@@ -71,7 +71,7 @@ class DeepSigV41Model:
     ) -> None:
         self.config, self.schedule, self.spec = parts.config, parts.schedule, parts.spec
         self.weights, self.options = weights, options
-        self.facts = facts_of(parts, options)
+        self.facts, self.notes = facts_of(parts, options), layer_notes(parts.config, options)
         frequencies = Frequencies.of(parts.config, options.device)
         engram = None
         if parts.config.active_engram_layers:

@@ -17,20 +17,22 @@ from deepinfer_offline.ops.cpu import providers as cpu_providers  # noqa: F401
 from deepinfer_offline.ops.cuda import providers as cuda_providers  # noqa: F401
 from deepinfer_offline.ops.linear import Linear
 from deepinfer_offline.ops.products import LayerWidths, Products, Stream
-from deepinfer_offline.ops.registry import registry
+from deepinfer_offline.ops.registry import registry, slower_notes
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_NOTED = ("linear", "paged_attention", "rms_norm", "silu_mul")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOps:
-    """The chosen implementations. `linear(weight, bias)` packs a layer's weight."""
+    """The chosen implementations. `linear(weight, bias)` packs a layer's weight; `notes` say what faster ones are missed."""
 
     linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     products: Products
     attention: Attention
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def select(cls, shape: AttentionShape, widths: LayerWidths) -> LayerOps:
@@ -41,7 +43,8 @@ class LayerOps:
 
         rms_norm = load("rms_norm")
         multiply = load("products", widths)(rms_norm, load("silu_mul"))
-        return cls(load("linear"), rms_norm, multiply, load("paged_attention")(shape))
+        missed = {op: registry.missed(op, shape.device, shape.dtype, shape) for op in _NOTED}
+        return cls(load("linear"), rms_norm, multiply, load("paged_attention")(shape), slower_notes(missed))
 
 
 @dataclass(frozen=True, slots=True)

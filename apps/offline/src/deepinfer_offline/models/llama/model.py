@@ -45,7 +45,7 @@ class LlamaModel:
 
     def __init__(self, config: LlamaConfig, options: ModelOptions, top: dict[str, torch.Tensor], ops: LayerOps) -> None:
         self.config, self.options, self.ops = config, options, ops
-        self.facts = LlamaModel._facts(config, options)
+        self.facts, self.notes = LlamaModel._facts(config, options), ops.notes
         self.embedding = top[EMBED]
         self.norm = top[NORM]
         self.head = ops.linear(top.get(HEAD, top[EMBED]), None)

@@ -40,6 +40,8 @@ def _attention() -> Any:
     return CpuAttention
 
 
-registry.register(Provider("rms_norm", NAME, "kernel", is_supported, _rms_norm))
-registry.register(Provider("silu_mul", NAME, "kernel", is_supported, _silu_mul))
-registry.register(Provider("paged_attention", NAME, "kernel", is_supported, _attention, accepts=shape_reason))
+registry.register(Provider("rms_norm", NAME, "kernel", is_supported, _rms_norm, device="cpu"))
+registry.register(Provider("silu_mul", NAME, "kernel", is_supported, _silu_mul, device="cpu"))
+registry.register(
+    Provider("paged_attention", NAME, "kernel", is_supported, _attention, accepts=shape_reason, device="cpu")
+)

@@ -45,8 +45,10 @@ def _products_accepts(widths: Any) -> str | None:
 
 
 registry.register(Provider("linear", "cublas", "library", _linear_reason, _linear))
-registry.register(Provider("rms_norm", NAME, "kernel", supports("llama_norm"), lambda: kernels().llama_norm))
-registry.register(Provider("silu_mul", NAME, "kernel", supports("silu_mul"), lambda: kernels().silu_mul))
+registry.register(
+    Provider("rms_norm", NAME, "kernel", supports("llama_norm"), lambda: kernels().llama_norm, device="cuda")
+)
+registry.register(Provider("silu_mul", NAME, "kernel", supports("silu_mul"), lambda: kernels().silu_mul, device="cuda"))
 registry.register(
     Provider(
         "paged_attention",
@@ -55,6 +57,7 @@ registry.register(
         supports("cache_slots", "rope_insert", "paged_gqa", "rope_gqa"),
         _attention,
         accepts=_attention_accepts,
+        device="cuda",
     )
 )
 registry.register(Provider("products", NAME, "kernel", supports("dense_linear"), _products, accepts=_products_accepts))
