@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from deepinfer_offline.job.errors import JobError
+
+WORKSPACE = "deepinfer-workspace"
+"""`project.name` of the checkout's own pyproject.toml."""
 
 
 def bench(
@@ -36,10 +40,13 @@ def bench(
 
 
 def _load_runner() -> Any:
-    """The module `benchmarks/run.py` of the checkout: benchmarks are not part of the wheel."""
-    for folder in (Path.cwd(), *Path.cwd().parents, *Path(__file__).resolve().parents):
+    """The module `benchmarks/run.py` of the checkout: benchmarks are not part of the wheel.
+
+    The package's own checkout comes first, then one that the command is called in.
+    """
+    for folder in (*Path(__file__).resolve().parents, Path.cwd(), *Path.cwd().parents):
         file = folder / "benchmarks" / "run.py"
-        if file.is_file() and (folder / "benchmarks" / "cases").is_dir():
+        if file.is_file() and _is_checkout(folder):
             spec = importlib.util.spec_from_file_location("deepinfer_benchmarks", file)
             assert spec is not None
             assert spec.loader is not None
@@ -47,3 +54,12 @@ def _load_runner() -> Any:
             spec.loader.exec_module(module)
             return module
     raise JobError("benchmarks are in the repository's folder `benchmarks`; run this command inside a checkout")
+
+
+def _is_checkout(folder: Path) -> bool:
+    """Whether a folder is a checkout of this repository: another project's `benchmarks/run.py` must not be executed."""
+    try:
+        text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+        return tomllib.loads(text).get("project", {}).get("name") == WORKSPACE
+    except (OSError, ValueError):
+        return False
