@@ -2,8 +2,7 @@
 
     python benchmarks/maskbench.py PATH/TO/jsonschemabench maskbench-dev.jsonl.gz
 
-Takes 27 % of the 11,306 schemas (3,073 at commit ba103c7), picked by the SHA-1 of their names, so that work on the others stays
-possible. `--share 100` takes all.
+Takes 3,073 of the 11,306 schemas (at commit ba103c7), the 27 % that the SHA-1 of their names picks; `--share 100` takes all.
 """
 
 from __future__ import annotations
