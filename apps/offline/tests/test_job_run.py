@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from deepinfer_offline.engine.base import EngineStats
 from deepinfer_offline.job.report import Facts, make_report
-from job_kit import chat, error_of, jobs, line
+from job_kit import CHAT, chat, error_of, fake_engine, jobs, line
 
 
 def test_results_are_in_input_order_and_shaped_like_openais(run):
@@ -89,6 +89,36 @@ def test_a_copied_error_names_the_copys_line(run):
     long = "x" * 5000
     results = run([line("a", prompt=long, temperature=0), line("b", prompt=long, temperature=0)])
     assert [error_of(entry)["message"].split(":")[0] for entry in results] == ["line 1", "line 2"]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(run, monkeypatch):
+    """Its ids could take more memory than there is, and with it every other answer."""
+    real = fake_engine.FakeTokenizer.encode
+    encoded = []
+
+    def encode(self, text, *, add_special_tokens=True):
+        encoded.append(len(text))
+        return real(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(fake_engine.FakeTokenizer, "encode", encode)
+    long = "x" * 5000
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": long}]
+    results = run(
+        [
+            line("prompt", prompt=long),
+            chat("chat", long),
+            line("on", CHAT, messages=turns, continue_final_message=True),
+            line("good", prompt="x" * 4000),
+        ]
+    )
+    assert encoded == [4000]
+    assert [entry["response"]["status_code"] for entry in results] == [400, 400, 400, 200]
+    said = [error_of(entry) for entry in results[:3]]
+    assert [error["param"] for error in said] == ["prompt", "messages", "messages"]
+    assert {error["code"] for error in said} == {"context_length_exceeded"}
+    assert said[0]["message"].startswith(
+        "line 1: the prompt has at least 5000 tokens (5000 characters), and the context"
+    )
 
 
 def test_every_kind_of_line_among_good_ones(run):

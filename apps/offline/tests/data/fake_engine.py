@@ -53,6 +53,9 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
+    def fewest_tokens(self, text: str) -> int:
+        return len(text.encode())
+
     def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         return self.encode(self.chat_template.render(messages, **options), add_special_tokens=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -79,31 +79,31 @@ class Preparer:
         if task.messages is not None:
             return self._encode_chat(task, task.messages)
         add = task.add_special_tokens
-        ids = self._tokenizer.encode(task.text, add_special_tokens=True if add is None else add)
+        ids = self._encode_text(task.text or "", "prompt", add_special_tokens=True if add is None else add)
         if not ids:
             raise LineError("prompt has no tokens", code="empty_prompt", param="prompt")
         return ids
 
     def _encode_chat(self, task: Task, messages: list[dict[str, Any]]) -> list[int]:
-        options = dict(task.template)
-        if not options.pop("continue_final_message", False):
-            return self._tokenizer.encode_chat(messages, tools=task.tools, **options)
-        return self._continue_message(messages, {**options, "tools": task.tools, "add_generation_prompt": False})
-
-    def _continue_message(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """Ids up to the end of the last message's content, so that the model goes on with it."""
+        options = {**task.template, "tools": task.tools}
         template = self._tokenizer.chat_template
         if template is None:  # encode_chat has the words for it
-            return self._tokenizer.encode_chat(messages, **options)
-        text = template.render(messages, **options)
-        content = messages[-1].get("content", "").strip()
-        end = text.rfind(content)
-        if not content or end < 0:
-            raise LineError(
-                "continue_final_message needs a last message whose content the chat template repeats as it is",
-                param="continue_final_message",
-            )
-        return self._tokenizer.encode(text[: end + len(content)], add_special_tokens=False)
+            return self._tokenizer.encode_chat(messages)
+        if options.pop("continue_final_message", False):
+            text = _up_to_last(messages, template.render(messages, **{**options, "add_generation_prompt": False}))
+        else:
+            text = template.render(messages, **options)
+        return self._encode_text(text, "messages", add_special_tokens=False)
+
+    def _encode_text(self, text: str, where: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of a text. One that cannot fit is refused before it is encoded: its ids could take all memory there is."""
+        fewest = self._tokenizer.fewest_tokens(text) if len(text) >= self._info.max_model_len else 0
+        if fewest >= self._info.max_model_len:
+            raise self._prompt_too_long(f"at least {fewest} tokens ({len(text)} characters)", where)
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except RequestError as error:
+            raise LineError(str(error), code=error.code, param=where) from error
 
     def _decode(self, ids: list[int]) -> str:
         if self._tokenizer is None:
@@ -113,12 +113,7 @@ class Preparer:
     def _fit(self, params: SamplingParams, prompt: int, where: str) -> SamplingParams:
         context = self._info.max_model_len
         if prompt >= context:
-            raise LineError(
-                f"the prompt has {prompt} tokens, and the context of {self._info.model} is {context} tokens, "
-                "prompt and answer together",
-                code="context_length_exceeded",
-                param=where,
-            )
+            raise self._prompt_too_long(f"{prompt} tokens", where)
         room = context - prompt
         if params.max_tokens is None:
             if params.min_tokens > room:
@@ -127,6 +122,14 @@ class Preparer:
         if params.max_tokens > room:
             raise self._too_long("max_tokens", params.max_tokens, prompt)
         return params
+
+    def _prompt_too_long(self, size: str, where: str) -> LineError:
+        return LineError(
+            f"the prompt has {size}, and the context of {self._info.model} is {self._info.max_model_len} tokens, "
+            "prompt and answer together",
+            code="context_length_exceeded",
+            param=where,
+        )
 
     def _too_long(self, name: str, value: int, prompt: int) -> LineError:
         context = self._info.max_model_len
@@ -147,3 +150,15 @@ class Preparer:
             worst = max(ids or (0,))
             if worst >= size:
                 raise LineError(f"{where} has the token id {worst}, but the vocabulary ends at {size - 1}", param=where)
+
+
+def _up_to_last(messages: list[dict[str, Any]], text: str) -> str:
+    """A rendered conversation up to the end of its last message's content, so that the model goes on with it."""
+    content = messages[-1].get("content", "").strip()
+    end = text.rfind(content)
+    if not content or end < 0:
+        raise LineError(
+            "continue_final_message needs a last message whose content the chat template repeats as it is",
+            param="continue_final_message",
+        )
+    return text[: end + len(content)]

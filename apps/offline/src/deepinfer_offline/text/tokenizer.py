@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_offline.engine.base import RequestError
+from deepinfer_offline.text.bound import TokenBound, token_bound
 from deepinfer_offline.text.chat import ChatTemplate
 from deepinfer_offline.text.vocabulary import Vocabulary
 
@@ -61,6 +62,18 @@ class Tokenizer:
         tokens = {token_id: text for text, token_id in self.backend.get_vocab(with_added_tokens=True).items()}
         kind = "sentencepiece" if "ByteFallback" in repr(self.backend.decoder) else "byte_level"
         return Vocabulary(tokens, kind, self._literal)
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        return token_bound(self.backend)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of ids that a text has at least, known from its size: encoding takes over 100 times its memory.
+
+        Returns:
+            0 for a tokenizer that may drop text.
+        """
+        return self._bound.fewest_tokens(text) if self._bound is not None else 0
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; `add_special_tokens` adds what the model's own tokenizer adds, e.g. a start token.
