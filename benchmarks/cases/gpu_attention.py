@@ -6,7 +6,7 @@ import torch
 from deepinfer_kernels_cuda import attention
 from deepinfer_kernels_cuda.reference import attention as reference
 from deepinfer_kernels_cuda.reference import records
-from gpu_bench import Recorder, relative_error
+from gpu_bench import Recorder, record_case, relative_error
 
 
 def make_case(queries: int, heads: int, window: int = 128, selected: int = 512, distinct: bool = True) -> dict:
@@ -49,7 +49,7 @@ def check(case: dict, **options: object) -> float:
     return relative_error(out, reference.sparse_mla_decode(**part, dtype=torch.float32)[0])
 
 
-def run(recorder: Recorder) -> None:
+def measure(recorder: Recorder) -> None:
     """Decode at several batch sizes, window-only layers, 16 heads, and prefill."""
     for queries, heads, selected, splits in (
         (64, 64, 512, (1, 2)),
@@ -124,8 +124,11 @@ def run(recorder: Recorder) -> None:
     )
 
 
+def run(argv: list[str]) -> int:
+    return record_case("attention", measure, argv)
+
+
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    recorder = Recorder("attention")
-    run(recorder)
-    recorder.save()
+    import sys
+
+    raise SystemExit(run(sys.argv[1:]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
 import json
 import os
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -143,6 +146,7 @@ class Recorder:
         self.name = name
         self.ceilings = measure_ceilings()
         self.results: list[Result] = []
+        self.failed = 0
         print(f"copy {self.ceilings.copy_gbs:.0f} GB/s, bf16 {self.ceilings.bf16_tflops:.0f} TFLOP/s", flush=True)
 
     def record(
@@ -165,6 +169,7 @@ class Recorder:
             memory_us, matrix_us = nbytes / self.ceilings.copy_gbs / 1e3, flops / self.ceilings.bf16_tflops / 1e6
             copy = time_copy(nbytes) if memory_us >= matrix_us else None
         except Exception as failure:
+            self.failed += 1
             print(
                 f"{op:22s} {shape:34s} {kernel:22s} FAILED {type(failure).__name__}: {str(failure)[:300]}", flush=True
             )
@@ -187,9 +192,16 @@ class Recorder:
 
     def save(self) -> None:
         """Write `<name>.jsonl` into the folder that the variable `OUT` names: one header line, then one line a result."""
+        path = Path(os.environ.get("OUT", ".")) / f"{self.name}.jsonl"
+        lines = (self.header(), *map(asdict, self.results))
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+        print(f"results: {path}", flush=True)
+
+    def header(self) -> dict[str, Any]:
+        """Date, device, versions and ceilings of this run."""
         import triton
 
-        header = {
+        return {
             "date": datetime.date.today().isoformat(),
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
@@ -199,9 +211,34 @@ class Recorder:
             "note": "us_cold: L2 flushed before each call; us_warm: back to back in a CUDA graph; share: ceiling_us / us_cold; "
             "copy_us: a plain copy of as many bytes",
         }
-        path = Path(os.environ.get("OUT", ".")) / f"{self.name}.jsonl"
-        path.write_text("\n".join(json.dumps(line) for line in (header, *map(asdict, self.results))) + "\n")
-        print(f"results: {path}", flush=True)
+
+
+def record_case(name: str, measure: Callable[..., None], argv: list[str], **switches: str) -> int:
+    """Run a case that consists of recorded lines: `--json` prints them as one object, else they are saved.
+
+    Args:
+        name: of the case, without `gpu-`.
+        measure: gets the `Recorder`, and each switch as a bool.
+        argv: the case's arguments.
+        switches: help by name of options without a value.
+
+    Returns:
+        The exit status: 1 if a line failed.
+    """
+    parser = argparse.ArgumentParser(prog=f"deepinfer bench gpu-{name}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; the table goes to standard error")
+    for switch, text in switches.items():
+        parser.add_argument(f"--{switch}", action="store_true", help=text)
+    asked = parser.parse_args(argv)
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext():
+        recorder = Recorder(name)
+        measure(recorder, **{switch: getattr(asked, switch) for switch in switches})
+    if asked.json:
+        print(json.dumps({**recorder.header(), "results": [asdict(result) for result in recorder.results]}))
+    else:
+        recorder.save()
+    return 1 if recorder.failed else 0
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from deepinfer_kernels_cuda import experts, weights
 from deepinfer_kernels_cuda.reference import experts as reference
-from gpu_bench import Recorder, relative_error
+from gpu_bench import Recorder, record_case, relative_error
 
 HIDDEN, INTER, TOP_K = 5120, 2304, 6
 
@@ -124,7 +124,7 @@ def run_linear(recorder: Recorder) -> None:
             )
 
 
-def run(recorder: Recorder, sweep: bool = False) -> None:
+def measure(recorder: Recorder, sweep: bool = False) -> None:
     """Decode and prefill of the whole layer, then linear layers."""
     made = make_experts(64)
     run_experts(recorder, 64, 4096, [None], made)
@@ -140,10 +140,11 @@ def run(recorder: Recorder, sweep: bool = False) -> None:
     run_linear(recorder)
 
 
+def run(argv: list[str]) -> int:
+    return record_case("experts", measure, argv, sweep="time further tilings too")
+
+
 if __name__ == "__main__":
     import sys
 
-    torch.manual_seed(0)
-    recorder = Recorder("experts")
-    run(recorder, sweep="--sweep" in sys.argv)
-    recorder.save()
+    raise SystemExit(run(sys.argv[1:]))

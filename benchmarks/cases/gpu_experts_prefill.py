@@ -1,10 +1,11 @@
 """Experts at prefill: `decode_once` checked on every token and timed beside the kernel that decodes once a tile of tokens.
 
-`python benchmarks/cases/gpu_experts_prefill.py check` or `time|profile [tokens/experts ...]`.
+`deepinfer bench gpu-experts-prefill check` or `time|profile [tokens/experts ...]`.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import torch
@@ -55,7 +56,9 @@ def route(tokens: int, count: int, k: int = TOP_K) -> torch.Tensor:
     return torch.rand(tokens, count, device="cuda").topk(k, -1).indices
 
 
-def check() -> None:
+def check() -> bool:
+    """Whether every case is right."""
+    good = True
     small = natural(7, 272, 144)
     small_packed = experts.PackedExperts(weights.pack_sm90(small.gate_up, swiglu=True), weights.pack_sm90(small.down))
     full = natural(16, HIDDEN, INTER)
@@ -78,8 +81,10 @@ def check() -> None:
             error, worst, same = relative_error(out, want), row_error(out, want), torch.equal(out, again)
         except Exception as failure:
             print(f"  {name:28s} FAILED {type(failure).__name__}: {str(failure)[:200]}", flush=True)
+            good = False
             continue
-        verdict = "ok" if error < 3e-3 and worst < 2e-2 and same else "WRONG"
+        right = error < 3e-3 and worst < 2e-2 and same
+        good, verdict = good and right, "ok" if right else "WRONG"
         print(f"  {name:28s} err {error:.2e} worst row {worst:.2e} repeats {same} {verdict}", flush=True)
     del full, full_packed
     made = packed(384, HIDDEN, INTER)
@@ -88,6 +93,7 @@ def check() -> None:
     want, out = (call(x, ids, gates, made, way) for way in ("tile", "decode_once"))
     error, worst = relative_error(out, want), row_error(out, want)
     print(f"  4096 of 384, against `tile`  err {error:.2e} worst row {worst:.2e}", flush=True)
+    return good
 
 
 def timing(sizes: list[str]) -> None:
@@ -136,16 +142,19 @@ def profile(sizes: list[str], calls: int = 3) -> None:
             )
 
 
-def run(argv: list[str]) -> None:
+def run(argv: list[str]) -> int:
+    """Returns 1 if `check` finds a case that is wrong."""
+    parser = argparse.ArgumentParser(prog="deepinfer bench gpu-experts-prefill", description=__doc__)
+    parser.add_argument("what", choices=("check", "time", "profile"))
+    parser.add_argument("sizes", nargs="*", metavar="TOKENS/EXPERTS")
+    asked = parser.parse_args(argv)
     torch.manual_seed(0)
-    what, sizes = argv[0], argv[1:] or ["4096/384", "1024/64", "4096/64", "16384/64"]
-    if what == "check":
-        check()
-    elif what == "time":
-        timing(sizes)
-    else:
-        profile(sizes)
+    if asked.what == "check":
+        return 0 if check() else 1
+    sizes = asked.sizes or ["4096/384", "1024/64", "4096/64", "16384/64"]
+    (timing if asked.what == "time" else profile)(sizes)
+    return 0
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    raise SystemExit(run(sys.argv[1:]))

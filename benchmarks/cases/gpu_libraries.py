@@ -10,6 +10,7 @@ schedule kept between calls. A warm-up only compiles.
 from __future__ import annotations
 
 import argparse
+import sys
 
 import deepinfer_kernels_cuda as kernels
 import torch
@@ -17,51 +18,9 @@ from deepinfer_kernels_cuda import attention, experts
 from deepinfer_kernels_cuda.reference import attention as reference
 from gpu_attention import make_case
 from gpu_bench import Recorder, relative_error
+from gpu_ways import LibraryMissingError, Rows, library
 
 SCALE = 512**-0.5
-
-
-class Rows:
-    """Records a line for each way; without a recorder it only calls what a word names.
-
-    Args:
-        recorder: Times and prints; None times nothing.
-        warm_up: `ours`, `all` of DeepGEMM, or a number: that call of DeepGEMM's alone (each compiles for many seconds).
-    """
-
-    def __init__(self, recorder: Recorder | None, warm_up: str | None = None) -> None:
-        self.recorder, self.warm_up, self.calls = recorder, warm_up, 0
-        self.ours = recorder is not None or warm_up == "ours"
-
-    def _wants(self, op: str, kernel: str) -> bool:
-        library = op if op in ("DeepGEMM", "FlashMLA") else kernel
-        self.calls += library == "DeepGEMM"
-        if self.recorder is not None:
-            return True
-        if self.warm_up == "ours":
-            return library not in ("DeepGEMM", "FlashMLA")
-        return library == "DeepGEMM" and self.warm_up in ("all", str(self.calls - 1))
-
-    def add(self, op, shape, kernel, call, *, nbytes, flops=0.0, check=None, **extra) -> None:
-        if not self._wants(op, kernel):
-            return
-        try:
-            out = call()
-            torch.cuda.synchronize()
-            error = check(out) if check else None
-        except Exception as failure:
-            print(f"{op} {shape} {kernel} FAILED {type(failure).__name__}: {str(failure)[:400]}", flush=True)
-            return
-        if self.recorder:
-            self.recorder.record(op, shape, kernel, call, nbytes=nbytes, flops=flops, error=error, **extra)
-
-
-def library(name: str):
-    """The module, or an error with its reason."""
-    found = kernels.find_library(name)
-    if found.module is None:
-        raise RuntimeError(f"{name}: {found.reason}")
-    return found.module
 
 
 def table(_rows: Rows) -> None:
@@ -378,23 +337,32 @@ PARTS = {"table": table, "decode": decode, "prefill": prefill, "product": produc
          "experts": grouped_experts, "seam": seam}  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def run(argv: list[str]) -> int:
+    """Time parts beside the libraries. Returns 1 if a line failed, 2 if a library of a part is not here."""
+    parser = argparse.ArgumentParser(prog="deepinfer bench gpu-libraries", description=__doc__)
     parser.add_argument("parts", choices=PARTS, nargs="+")
     parser.add_argument(
         "--warm-up", nargs="?", const="all", help="compile only: all that DeepGEMM needs, or one call of a part"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch.manual_seed(0)
     recorder = None if options.warm_up else Recorder("libraries_" + "_".join(options.parts))
+    rows, missing = Rows(recorder, options.warm_up), 0
     for part in options.parts:
+        rows.calls = 0
         try:
-            PARTS[part](Rows(recorder, options.warm_up))
+            PARTS[part](rows)
+        except LibraryMissingError as reason:
+            missing += 1
+            print(f"cannot run: {part} needs {reason}", file=sys.stderr, flush=True)
         except Exception as failure:  # of one part; the others are timed
+            rows.failed += 1
             print(f"{part} FAILED {type(failure).__name__}: {str(failure)[:400]}", flush=True)
     if recorder:
         recorder.save()
+        rows.failed += recorder.failed
+    return 1 if rows.failed else 2 if missing else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(sys.argv[1:]))

@@ -6,7 +6,7 @@ import deepinfer_kernels_cuda as kernels
 import torch
 from deepinfer_kernels_cuda.layouts import V4
 from deepinfer_kernels_cuda.reference import records
-from gpu_bench import Recorder
+from gpu_bench import Recorder, record_case
 
 D, S, VOCAB = 5120, 4, 129280
 
@@ -331,15 +331,18 @@ def run_gqa(recorder: Recorder) -> None:
                 recorder.record("rope_gqa", shape, "portable", decode, nbytes=nbytes, flops=flops)
 
 
-def run(recorder: Recorder) -> None:
+def measure(recorder: Recorder) -> None:
     """Everything."""
     for part in (run_mhc, run_router, run_indexer, run_rows, run_output, run_vocab, run_gqa):
         part(recorder)
         torch.cuda.empty_cache()
 
 
+def run(argv: list[str]) -> int:
+    return record_case("ops", measure, argv)
+
+
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    recorder = Recorder("ops")
-    run(recorder)
-    recorder.save()
+    import sys
+
+    raise SystemExit(run(sys.argv[1:]))

@@ -10,6 +10,7 @@ Ceilings: bytes over the copy rate of this run.
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 import deepinfer_kernels_cuda as kernels
@@ -212,13 +213,13 @@ def time_records(way: int, t: int, copy: float) -> None:
                   f" {copies[0] / cold:.1%} cold {copies[1] / warm:.1%} warm", flush=True)  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def run(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="deepinfer bench gpu-rows", description=__doc__)
     parser.add_argument("op", choices=("mhc", "records"))
     parser.add_argument("--way", default="rows")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024, 4096])
     parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     torch.manual_seed(0)
     if options.op == "mhc":
         take_way(options.way)
@@ -239,7 +240,8 @@ def main() -> None:
         copy = measure_ceilings().copy_gbs
         for t in options.tokens:
             time_records(int(options.way), t, copy)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(sys.argv[1:]))

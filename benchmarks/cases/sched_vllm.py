@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 import statistics
@@ -139,6 +140,11 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
+    if importlib.util.find_spec("vllm") is None:
+        print(
+            "cannot run: vLLM is not installed here (uv run --extra vllm deepinfer bench sched-vllm)", file=sys.stderr
+        )
+        return 2
     results: dict[str, dict[str, float]] = {}
     for name, outputs, count in (("decode", (2000, 2000), args.running), ("churn", (16, 240), 12 * args.running)):
         requests = make_requests(count, outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 import sys
@@ -299,6 +300,10 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--vocabulary", type=int, default=128_000)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
+    missing = [name for name in ("llguidance", "xgrammar") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"cannot run: {' and '.join(missing)} not installed here", file=sys.stderr)
+        return 2
     vocab = vocabulary(args.vocabulary)
     begin = time.perf_counter()
     llguidance.tokenizer(vocab)

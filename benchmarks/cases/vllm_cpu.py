@@ -35,7 +35,9 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(argv)
     if asked.peers is None or importlib.util.find_spec("vllm") is None:
-        sys.stdout.write("this case needs --peers DIR and vLLM's wheel: uv run --extra vllm deepinfer bench vllm-cpu\n")
+        sys.stderr.write(
+            "cannot run: it needs --peers DIR and vLLM's wheel (uv run --extra vllm deepinfer bench vllm-cpu)\n"
+        )
         return 2
     model = str(asked.peers / "smollm2")
     pythons = {"stock": Path(sys.executable), "peer": asked.peers / "venv" / "bin" / "python"}
