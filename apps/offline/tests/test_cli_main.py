@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -265,6 +266,72 @@ def test_ctrl_c_while_the_model_loads(cli, monkeypatch):
     monkeypatch.setattr(sys.modules["deepinfer_offline.engine.factory"], "build_engine", build)
     status, _, err = cli("run", "in.jsonl", "-o", "out.jsonl", "-q")
     assert (status, one_sentence(err)) == (130, "deepinfer: interrupted\n")
+
+
+def test_a_fresh_run_that_is_interrupted_goes_on_without_fresh(cli, monkeypatch, tmp_path):
+    line = (tmp_path / "in.jsonl").read_text()
+    (tmp_path / "in.jsonl").write_text("".join(line.replace('"a"', f'"{n}"') for n in range(30)))
+    assert cli("run", "in.jsonl", "-o", "out.jsonl", "-q")[0] == 0
+    real = fake_engine.FakeEngine.step
+
+    def step(engine):
+        if engine.stats().steps == 2:
+            signal.raise_signal(signal.SIGINT)
+        return real(engine)
+
+    monkeypatch.setattr(fake_engine.FakeEngine, "step", step)
+    status, _, err = cli("run", "in.jsonl", "-o", "out.jsonl", "-q", "--fresh")
+    assert status == 130
+    assert "run the same command again without --fresh to go on" in one_sentence(err)
+    monkeypatch.setattr(fake_engine.FakeEngine, "step", real)
+    assert cli("run", "in.jsonl", "-o", "out.jsonl", "-q", "--report", "r.json")[0] == 0
+    assert json.loads((tmp_path / "r.json").read_bytes())["counts"]["resumed"] > 0
+
+
+def test_ctrl_c_before_a_fresh_run_began_does_not_offer_what_it_was_to_throw_away(cli, monkeypatch, tmp_path):
+    monkeypatch.setenv("FAKE_FAIL", "step")
+    line = (tmp_path / "in.jsonl").read_text()
+    (tmp_path / "in.jsonl").write_text("".join(line.replace('"a"', f'"{n}"') for n in range(60)))
+    assert "run the same command again to go on" in cli("run", "in.jsonl", "-o", "out.jsonl", "-q")[2]
+
+    def build(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["deepinfer_offline.engine.factory"], "build_engine", build)
+    status, _, err = cli("run", "in.jsonl", "-o", "out.jsonl", "-q", "--fresh")
+    assert (status, one_sentence(err)) == (130, "deepinfer: interrupted\n")
+    assert (tmp_path / "out.jsonl.journal").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_report_that_cannot_be_written_costs_neither_output_nor_summary(cli, monkeypatch, tmp_path, quiet):
+    (tmp_path / "r.json").write_text("an earlier one")
+    real = Path.open
+
+    def full(path, *args, **kwargs):
+        stream = real(path, *args, **kwargs)
+        return real(Path("/dev/full"), "wb") if path.name.startswith("r.json") else stream
+
+    monkeypatch.setattr(Path, "open", full)
+    status, _, err = cli("run", "in.jsonl", "-o", "out.jsonl", "--report", "r.json", *(["-q"] if quiet else []))
+    assert status == 3
+    assert ("1 of 1 lines" in err) is not quiet
+    said = err.splitlines()[-1]
+    assert said == "deepinfer: cannot write the report r.json: No space left on device; out.jsonl is complete"
+    monkeypatch.undo()
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 1
+    assert (tmp_path / "r.json").read_text() == "an earlier one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "r.json"]
+
+
+def test_a_report_that_is_a_link_stays_one(cli, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "r.json").symlink_to("there/report.json")
+    assert cli("run", "in.jsonl", "-o", "out.jsonl", "--report", "r.json", "-q")[0] == 0
+    assert (tmp_path / "r.json").is_symlink()
+    assert json.loads((tmp_path / "there" / "report.json").read_bytes())["finished"] is True
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["report.json"]
 
 
 def test_help_teaches(cli):

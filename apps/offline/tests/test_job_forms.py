@@ -280,6 +280,14 @@ def test_the_time_of_the_job_can_be_fixed(run, monkeypatch):
     assert json.loads(first.split(b"\n")[0])["response"]["body"]["created"] == 12345
 
 
+@pytest.mark.parametrize("time", ["abc", "1.5", "-1", "٣"])
+def test_a_time_that_is_none_is_refused_before_anything_runs(run, monkeypatch, time):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", time)
+    with pytest.raises(JobError, match=f"SOURCE_DATE_EPOCH is '{time}', not a whole number"):
+        run(jobs(3))
+    assert (run.engines, run.leftovers()) == ([], [])
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 300) | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),

@@ -43,6 +43,14 @@ TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"
 BAD = {
     # what the line is: (line, code, param, words of the message)
     "no json": ("garbage", "invalid_json", None, ["not valid JSON", "column 1"]),
+    "a tab in a string": ('{"custom_id": "a\tb"}', "invalid_json", None, ["Invalid control character at column 17"]),
+    "a bad escape": (r'{"custom_id": "a\x"}', "invalid_json", None, [r"Invalid \escape at column 17"]),
+    "an endless number": (
+        '{"custom_id": ' + "1" * 5000 + "}",
+        "invalid_json",
+        None,
+        ["an integer of over 4300 digits"],
+    ),
     "cut json": ('{"custom_id": "a", ', "invalid_json", None, ["not valid JSON", "column"]),
     "two values": ('{"custom_id": "a"} {}', "invalid_json", None, ["Extra data"]),
     "not an object": ("[1, 2]", "invalid_type", None, ["must be a JSON object", "[1, 2]"]),

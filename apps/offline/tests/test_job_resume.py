@@ -234,6 +234,67 @@ def test_errors_can_be_tried_again(run, monkeypatch, stage):
     assert run.report["counts"]["failed"] == 1
 
 
+def test_corrected_lines_are_all_that_runs_again(run):
+    lines = [*jobs(40), line("bad", prompt="x", max_tokens=0), "garbage", line("id-3", prompt="a name twice")]
+    before = run(lines)
+    lines[-3:] = [line("bad", prompt="x", max_tokens=1), line("was garbage", prompt="y"), line("id-3b", prompt="z")]
+    with pytest.raises(JobError, match=r"line 41 asks for something else now; --retry-errors keeps .*--fresh"):
+        run(lines)
+    after = run(lines, retry_errors=True)
+    assert after[:40] == before[:40]
+    assert [entry["response"]["status_code"] for entry in after] == [200] * 43
+    assert [entry["custom_id"] for entry in after[40:]] == ["bad", "was garbage", "id-3b"]
+    assert len(run.engines[-1].order) == 3
+    assert run.report["counts"]["resumed"] == 40
+    assert run.leftovers() == []
+
+
+def test_lines_that_were_added_or_changed_run_and_the_answers_that_are_dropped_are_counted(run):
+    lines = jobs(10)
+    before = run(lines)
+    lines[4] = line("new", prompt="another prompt")
+    lines += [line("more", prompt="more")]
+    with pytest.raises(JobError, match=r"line 5 differs .*--retry-errors"):
+        run(lines)
+    after = run(lines, retry_errors=True)
+    assert len(run.engines[-1].order) == 2
+    assert [entry for n, entry in enumerate(after) if n not in (4, 10)] == [*before[:4], *before[5:]]
+    assert "1 answers in" in run.notes.notes[0]
+    assert run(lines) == after
+    assert run(lines[:10], retry_errors=True) == after[:10]
+
+
+def test_a_name_that_a_corrected_line_takes_is_not_answered_twice(run):
+    lines = ["garbage", *jobs(2)]
+    run(lines)
+    lines[0] = line("id-1", prompt="corrected")
+    after = run(lines, retry_errors=True)
+    assert [(entry["custom_id"], entry["response"]["status_code"]) for entry in after] == [
+        ("id-1", 200),
+        ("id-0", 200),
+        ("id-1", 400),
+    ]
+
+
+def test_a_job_of_failed_lines_alone_can_be_corrected(run):
+    run(["garbage", "x"])
+    assert [entry["response"]["status_code"] for entry in run(jobs(3), retry_errors=True)] == [200] * 3
+
+
+@pytest.mark.parametrize("change", ["options", "input", "foreign"])
+def test_retrying_does_not_replace_the_output_of_another_job(run, change):
+    lines = [*jobs(3), "garbage"]
+    run(lines, engine=EngineOptions(seed=0))
+    if change == "foreign":
+        run.output.write_text("my diary\n")
+    content = run.output.read_bytes()
+    wrong = [line(f"other {n}", prompt="x") for n in range(4)] if change == "input" else lines
+    with pytest.raises(JobError, match=r"is not this job's result; line 1 differs in"):
+        run(wrong, retry_errors=True, engine=EngineOptions(seed=7 if change == "options" else 0))
+    assert run.output.read_bytes() == content
+    assert run.leftovers() == []
+
+
 def test_nothing_to_retry_is_a_finished_job(run):
     run(jobs(4))
     run(jobs(4), retry_errors=True)

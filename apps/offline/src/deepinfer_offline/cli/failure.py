@@ -12,8 +12,9 @@ from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.engine.options import OptionsError
 from deepinfer_offline.job.errors import JobError
 
-ALL_ANSWERED, SOME_FAILED, COULD_NOT_START, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses. 2 means that there is no new OUTPUT: the run could not start, or could not go on."""
+ALL_ANSWERED, SOME_FAILED, COULD_NOT_START, NO_REPORT, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit statuses. 2 means that there is no new OUTPUT: the run could not start, or could not go on. 3 means that there is
+one, whole, and only the report is missing."""
 
 _EXPECTED = (JobError, EngineStartError, OptionsError)
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deepinfer_offline.cli.failure import ALL_ANSWERED, INTERRUPTED, SOME_FAILED, complain, explain
+from deepinfer_offline.cli.failure import ALL_ANSWERED, INTERRUPTED, NO_REPORT, SOME_FAILED, complain, explain
 from deepinfer_offline.engine.options import DEFAULT_MODEL, EngineOptions, OptionsError, parse_bytes
-from deepinfer_offline.job.errors import JobStopped
+from deepinfer_offline.job.errors import JobError, JobStopped
 from deepinfer_offline.job.options import JobOptions
 
 if TYPE_CHECKING:
@@ -153,7 +153,10 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Write a JSON report of the run.", rich_help_panel=_OUTPUT)
     ] = None,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Try failed lines again, keep good ones.", rich_help_panel=_OUTPUT)
+        bool,
+        typer.Option(
+            "--retry-errors", help="Keep good answers, run failed and corrected lines.", rich_help_panel=_OUTPUT
+        ),
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Throw away what an earlier run answered.", rich_help_panel=_OUTPUT)
@@ -202,13 +205,15 @@ def run(
     A wrong line is answered with an error that says what is wrong with
     it; the others are answered all the same.
 
-    [bold]Interrupted?[/bold] Run the same command again: it does exactly the
-    rest. Every answer is kept in OUTPUT.journal from the moment it is
-    there, and OUTPUT appears when it is whole.
+    [bold]Interrupted?[/bold] Run the same command again, but without
+    --fresh: it does exactly the rest. Every answer is kept in
+    OUTPUT.journal from the moment it is there, and OUTPUT appears when
+    it is whole.
 
     [bold]Exit status[/bold]
     0 all lines answered, 1 some lines failed, 130 interrupted,
-    2 no output: the run could not start or could not go on.
+    2 no output: the run could not start or could not go on,
+    3 OUTPUT is complete, but the report could not be written.
     """
     options = JobOptions(
         input=input,
@@ -261,10 +266,14 @@ def _run(options: JobOptions, traceback: bool) -> int:
             job = Job(options, _make_engine, reporter, _check_engine)
         status = _attempt(job, options, traceback, reporter.close)
     report = make_report(job.facts)
-    if options.report is not None and (job.facts.finished or job.facts.records):
-        write_report(options.report, report)
     if not options.quiet and job.facts.finished and job.facts.stats is not None:
         print_summary(Messages(), report)
+    if options.report is not None and (job.facts.finished or job.facts.records):
+        try:
+            write_report(options.report, report)
+        except JobError as error:
+            complain(f"{error}; {options.output} is complete" if job.facts.finished else str(error))
+            return NO_REPORT if job.facts.finished else status
     return status
 
 
@@ -273,12 +282,12 @@ def _attempt(job: Job, options: JobOptions, traceback: bool, end_progress: Calla
         job.run()
     except (JobStopped, KeyboardInterrupt):
         end_progress()
-        complain(f"interrupted{_kept(options)}")
+        complain(f"interrupted{_kept(options, job)}")
         return INTERRUPTED
     except Exception as error:
         end_progress()
         begun = "running" in job.facts.seconds
-        return explain(error, traceback=traceback, kept=_kept(options) if begun else "")
+        return explain(error, traceback=traceback, kept=_kept(options, job) if begun else "")
     return SOME_FAILED if job.facts.failed else ALL_ANSWERED
 
 
@@ -300,10 +309,12 @@ def _make_fleet(count: int, options: EngineOptions) -> Engine:
     return open_fleet(options, count, _make_engine)
 
 
-def _kept(options: JobOptions) -> str:
-    if not options.journal.exists():
+def _kept(options: JobOptions, job: Job) -> str:
+    """Where the answers of a run that ended too early are; of one that was to start afresh, only those that it made."""
+    if not options.journal.exists() or (options.fresh and "running" not in job.facts.seconds):
         return ""
-    return f"; what was answered is kept in {options.journal}, run the same command again to go on"
+    again = "the same command again" + (" without --fresh" if options.fresh else "")
+    return f"; what was answered is kept in {options.journal}, run {again} to go on"
 
 
 def _bytes(flag: str, text: str | None) -> int | None:

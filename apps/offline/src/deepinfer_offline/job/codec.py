@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from typing import Any
 
 from deepinfer_offline.job.errors import LineError, show
@@ -21,6 +22,10 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class _DuplicateKeyError(ValueError):
+    pass
+
+
+class _ConstantError(ValueError):
     pass
 
 
@@ -71,9 +76,13 @@ def decode_line(raw: bytes) -> Any:
         raise LineError("a string holds half of a surrogate pair, which is no character", code="invalid_json") from None
     except json.JSONDecodeError as error:
         where = f"at column {error.colno}" if error.lineno == 1 else f"at character {error.pos + 1}"
-        raise LineError(f"the line is not valid JSON: {error.msg} {where}", code="invalid_json") from None
-    except ValueError as error:  # integers of more digits than Python converts, NaN
+        what = error.msg.removesuffix(" at").rstrip(": ")  # Python's words end in the middle of a sentence
+        raise LineError(f"the line is not valid JSON: {what} {where}", code="invalid_json") from None
+    except _ConstantError as error:
         raise LineError(f"the line is not valid JSON: {error}", code="invalid_json") from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise LineError(f"the line holds an integer of over {most} digits", code="invalid_json") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and depth(value) > MAX_DEPTH:
         raise LineError(f"the line is nested more than {MAX_DEPTH} levels deep", code="invalid_json")
     return value
@@ -135,7 +144,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _ConstantError(f"{name} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)

@@ -96,33 +96,62 @@ def read_finished(path: Path, lines: Iterator[Line], options: JobOptions) -> Ite
     """
     results, job = read_lines(path), options.fingerprint()
     way_out = "choose another output, or replace it with --fresh"
+    some_fit = f"--retry-errors keeps the good answers that still fit and runs the rest; or {way_out}"
+    number = 0
     for number, line in enumerate(lines, start=1):
         result = next(results, None)
         if result is None:
+            way_out = some_fit if number > 1 else way_out
             raise JobError(
                 f"{path} exists and is not this job's result: it has {number - 1} lines, the input has more; {way_out}"
             )
-        status = _status(result.raw, line_id(job, line))
-        if status is None:
+        key, status = _read_result(result.raw)
+        if key != line_id(job, line):
             rest = itertools.islice(zip(lines, results, strict=False), _LOOKED_AT)
-            fit = number > 1 or any(_status(there.raw, line_id(job, asked)) is not None for asked, there in rest)
+            fit = number > 1 or any(_read_result(there.raw)[0] == line_id(job, asked) for asked, there in rest)
             difference = describe_difference(options, line, result.raw, others_fit=fit)
             raise JobError(
-                f"{path} exists and is not this job's result; line {number} differs in {difference}; {way_out}"
+                f"{path} exists and is not this job's result; line {number} differs in {difference}; "
+                f"{some_fit if fit else way_out}"
             )
         yield status, result.raw
     if next(results, None) is not None:
-        raise JobError(f"{path} exists and has more lines than the input; {way_out}")
+        raise JobError(f"{path} exists and has more lines than the input; {some_fit if number else way_out}")
 
 
-def _status(raw: bytes, key: str) -> int | None:
+def compare_finished(path: Path, lines: Iterator[Line], options: JobOptions) -> Iterator[tuple[str, bytes]]:
+    """Compare an OUTPUT that an earlier run finished with an INPUT that may have been corrected since.
+
+    Args:
+        path: OUTPUT.
+        lines: INPUT from its start.
+        options: of this job.
+
+    Yields:
+        For each OUTPUT line what it is, and the line: `kept`, the good answer of the INPUT line in its place, made with
+        this model and these options; `stale`, a good answer of something else; `failed`; `foreign`, no answer at all.
+    """
+    job = options.fingerprint()
+    for result in read_lines(path):
+        line = next(lines, None)
+        key, status = _read_result(result.raw)
+        if key is None:
+            yield "foreign", result.raw
+        elif status != OK:
+            yield "failed", result.raw
+        else:
+            yield ("kept" if line is not None and key == line_id(job, line) else "stale"), result.raw
+
+
+def _read_result(raw: bytes) -> tuple[str | None, int]:
+    """The id that an OUTPUT line answers, None if it is no line of this program, and its status."""
     try:
         value = loads(raw)
-        if value["id"] != f"batch_req_{key}":
-            return None
-        return value["response"]["status_code"] if value["response"] is not None else 0
-    except (ValueError, TypeError, KeyError):
-        return None
+        prefix, _, key = value["id"].rpartition("batch_req_")
+        status = value["response"]["status_code"] if value["response"] is not None else 0
+        return (key, int(status)) if not prefix and key else (None, 0)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None, 0
 
 
 def _answer(record: int, line: Line | None, journal: Journal, index: JobIndex, job: str) -> tuple[bytes, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import resource
 import sys
@@ -135,10 +136,20 @@ def _speed(facts: Facts, stats: EngineStats) -> dict[str, Any]:
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write the report. Raises JobError when the file cannot be written."""
+    """Write the report beside its place and move it there: it is whole, or what was there before stays.
+
+    Raises:
+        JobError: the file cannot be written.
+    """
+    place = Path(os.path.realpath(path))  # a link stays a link
+    partial = place.with_name(f"{place.name}.{os.getpid()}.partial")
     try:
-        path.write_bytes(dumps(report) + b"\n")
+        with partial.open("xb") as stream:  # never over a file of somebody else's
+            stream.write(dumps(report) + b"\n")
+        partial.replace(place)
     except OSError as error:
+        if not isinstance(error, FileExistsError):
+            partial.unlink(missing_ok=True)
         raise JobError(f"cannot write the report {path}: {error.strerror}") from error
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from deepinfer_offline.job.journal import Journal
 from deepinfer_offline.job.lock import open_locked
 from deepinfer_offline.job.loop import MAX_IN_FLIGHT, JobLoop, Tally
 from deepinfer_offline.job.options import JobOptions
-from deepinfer_offline.job.output import read_finished, write_output
+from deepinfer_offline.job.output import compare_finished, read_finished, write_output
 from deepinfer_offline.job.places import check_places
 from deepinfer_offline.job.prepare import Preparer
 from deepinfer_offline.job.progress import Reporter
@@ -55,6 +56,7 @@ class Job:
         self._options = options
         self._make_engine, self._check_engine = make_engine, check_engine
         self._reporter = reporter
+        self._created = 0
 
     def run(self) -> Facts:
         """Do the job.
@@ -68,6 +70,7 @@ class Job:
             EngineStartError: the engine cannot start.
         """
         options = self._options
+        self._created = _now()
         check_places(options)
         source = Source(options.input)
         try:
@@ -112,24 +115,37 @@ class Job:
         options, facts = self._options, self.facts
         if options.fresh or not options.output.exists() or journal.read_header():
             return False
+        if options.retry_errors and self._adopt(source, journal, index):
+            return False
         statuses = [status for status, _ in read_finished(options.output, source.lines(), options)]
         failed = sum(status != OK for status in statuses)
-        if options.retry_errors and failed:
-            self._adopt(read_finished(options.output, source.lines(), options), journal, index)
-            return False
         facts.resumed, facts.finished = len(statuses), True
         facts.answered, facts.failed = len(statuses) - failed, failed
         again = f"; {failed:,} failed, --retry-errors tries them again" if failed else ""
         self._reporter.note(f"{options.output} is done already: {facts.answered:,} lines answered{again}")
         return True
 
-    def _adopt(self, results: Iterator[tuple[int, bytes]], journal: Journal, index: JobIndex) -> None:
-        """Start a journal with the good answers of a finished OUTPUT."""
+    def _adopt(self, source: Source, journal: Journal, index: JobIndex) -> bool:
+        """Start a journal with the good answers of a finished OUTPUT, whose failed lines may have been corrected.
+
+        Returns:
+            False, and nothing is done, if none fits or all is answered.
+        """
+        options = self._options
+        kinds = Counter(kind for kind, _ in compare_finished(options.output, source.lines(), options))
+        is_other_job = not kinds["kept"] and (kinds["stale"] or kinds["foreign"])
+        if is_other_job or kinds == Counter(kept=len(index)):
+            return False
+        if kinds["stale"]:
+            self._reporter.note(
+                f"{kinds['stale']:,} answers in {options.output} no longer fit the input and are dropped"
+            )
         journal.start(self._header(index), len(index))
-        for record, (status, result) in enumerate(results):
-            if status == OK:
-                journal.append(record, status, result)
+        for record, (kind, result) in enumerate(compare_finished(options.output, source.lines(), options)):
+            if kind == "kept" and index.same_id[record] < 0:  # a corrected line may have taken the name of a later one
+                journal.append(record, OK, result)
         journal.sync()
+        return True
 
     def _recover(self, journal: Journal, index: JobIndex) -> None:
         """Take over what an earlier run answered. A new journal is not written before the engine stands."""
@@ -195,9 +211,8 @@ class Job:
                 raise JobStopped
 
     def _header(self, index: JobIndex) -> dict[str, Any]:
-        created = int(os.environ.get("SOURCE_DATE_EPOCH") or time.time())
         return {
-            "created": created,
+            "created": self._created,
             "input": index.digest,
             "records": len(index),
             "options": self._options.answer_options(),
@@ -223,6 +238,14 @@ class Job:
             if self.facts.finished or os.fstat(fd).st_size == 0:
                 path.unlink(missing_ok=True)
             os.close(fd)
+
+
+def _now() -> int:
+    """When the job begins, seconds since 1970, or what SOURCE_DATE_EPOCH says instead."""
+    fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if fixed and not (fixed.isascii() and fixed.isdigit()):
+        raise JobError(f"SOURCE_DATE_EPOCH is {fixed!r}, not a whole number of seconds since 1970; set one or unset it")
+    return int(fixed or time.time())
 
 
 def _check_same(old: dict[str, Any], new: dict[str, Any], options: JobOptions) -> None:
