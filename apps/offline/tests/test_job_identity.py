@@ -12,7 +12,7 @@ from deepinfer_offline.job.errors import JobError
 from deepinfer_offline.job.identity import model_identity
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from job_kit import jobs
+from job_kit import jobs, line
 
 
 def change(file, place, data=b"\xff"):
@@ -93,6 +93,24 @@ def test_weights_changed_in_place_end_a_finished_and_an_interrupted_job(run, tmp
     change(file, 70_001, b"\xfe")
     with pytest.raises(JobError, match=r"the files of --model .*m\.gguf changed since .*out\.jsonl\.journal was begun"):
         run(jobs(60), engine=engine)
+
+
+def test_a_model_that_goes_while_it_runs_leaves_one_job(run, tmp_path):
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + bytes(1000))
+    engine = EngineOptions(model=str(file))
+    real = run.make_engine
+
+    def make_engine(options):
+        file.rename(tmp_path / "other")
+        return real(options)
+
+    run.make_engine = make_engine
+    same = [line(str(n), prompt="x", temperature=0) for n in range(3)]
+    results = run(same, engine=engine)
+    (tmp_path / "other").rename(file)
+    assert run(same, engine=engine) == results
+    assert len(run.engines) == 1
 
 
 @settings(max_examples=40, deadline=None)

@@ -18,7 +18,7 @@ from deepinfer_offline.job.feed import Feed
 from deepinfer_offline.job.journal import Journal
 from deepinfer_offline.job.lock import open_locked
 from deepinfer_offline.job.loop import MAX_IN_FLIGHT, JobLoop, Tally
-from deepinfer_offline.job.options import JobOptions
+from deepinfer_offline.job.options import JobOptions, fingerprint
 from deepinfer_offline.job.output import compare_finished, read_finished, write_output
 from deepinfer_offline.job.places import check_places
 from deepinfer_offline.job.prepare import Preparer
@@ -57,6 +57,7 @@ class Job:
         self._make_engine, self._check_engine = make_engine, check_engine
         self._reporter = reporter
         self._created = 0
+        self._asked: dict[str, str | int] = {}
 
     def run(self) -> Facts:
         """Do the job.
@@ -88,6 +89,7 @@ class Job:
     def _run(self, source: Source, journal: Journal) -> None:
         options, facts = self._options, self.facts
         with self._phase("reading"):
+            self._asked = options.answer_options()  # once: the model's files may be replaced while it runs
             index = scan(source.lines(), self._reporter.update)
             facts.records = len(index)
             if self._is_finished(source, journal, index):
@@ -101,7 +103,7 @@ class Job:
         if work.todo.any():
             self._compute(source, journal, index, work)
         with self._phase("writing", len(index)):
-            job = options.fingerprint()
+            job = fingerprint(self._asked)
             written = write_output(options.output, journal, index, source.lines(), job, self._reporter.update)
         facts.answered, facts.failed, facts.deduplicated = written.answered, written.failed, written.copied
         facts.finished = True
@@ -176,7 +178,7 @@ class Job:
                 journal.start({**self._header(index), "where": where}, len(index))
             elif journal.header.get("where", where) != where:
                 _refuse_other_engine(journal, where)
-            stamp = Stamp(options.fingerprint(), info.model, int(journal.header["created"]))
+            stamp = Stamp(fingerprint(self._asked), info.model, int(journal.header["created"]))
             preparer = Preparer(info, engine.tokenizer, (info.model, *options.names()), options.engine.seed)
             by_prefix = options.order == "prefix"
             maker = WindowMaker(index, work.todo, stamp, preparer, block_size=info.block_size, by_prefix=by_prefix)
@@ -215,7 +217,7 @@ class Job:
             "created": self._created,
             "input": index.digest,
             "records": len(index),
-            "options": self._options.answer_options(),
+            "options": self._asked,
         }
 
     @contextmanager
