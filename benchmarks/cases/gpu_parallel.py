@@ -133,6 +133,14 @@ def captured(call: Callable[[], Any], calls: int) -> tuple[torch.cuda.CUDAGraph,
     return graph, out
 
 
+def agreed(what: str, failures: list[str]) -> bool:
+    """Whether no rank failed; says so."""
+    all_of: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(all_of, failures)
+    say(f"{what}: {all_of if any(all_of) else 'equal to the bit'}")
+    return not any(all_of)
+
+
 def check(providers: dict[str, Any], device: torch.device) -> bool:
     """Every provider, count and kind, on all ranks."""
     good = True
@@ -143,12 +151,9 @@ def check(providers: dict[str, Any], device: torch.device) -> bool:
             for most in (None, max(*tokens, 1)):
                 words = wrong(parallel, tokens, kind, most, device)
                 failures += [f"{tokens} {kind} most {most}: {words}"] if words else []
-        failures += [words] if (words := wrong_graph(parallel, device)) else []
-        all_of: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(all_of, failures)
-        good &= not any(all_of)
-        words = all_of if any(all_of) else "equal to the bit"
-        say(f"check {name}: {2 * len(kinds)} cases, three runs each, and a graph: {words}")
+        good &= agreed(f"check {name}: {2 * len(kinds)} cases, three runs each", failures)
+        words = wrong_graph(parallel, device)
+        good &= agreed(f"check {name}: a graph with other tokens", [words] if words else [])
     return good
 
 
@@ -286,12 +291,11 @@ def main() -> int:
             providers["peers"] = PeerParallel(EXPERTS, max_tokens=MOST, hidden=WIDTH, top_k=TOP_K, device=device)
         except UnsupportedDeviceError as reason:
             say(f"peers: {reason}")
+    for tokens in (64, 16384) if "stages" in words else ():
+        stages(providers, tokens, device)
     good = check(providers, device) if "check" in words else True
     if "time" in words:
         time(providers, device)
-    if "stages" in words:
-        for tokens in (64, 16384):
-            stages(providers, tokens, device)
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}")
     distributed.destroy_process_group()
     return 0 if good else 1

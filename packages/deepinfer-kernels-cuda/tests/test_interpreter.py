@@ -1,4 +1,4 @@
-"""Numerics without a GPU: `test_numerics.py` and `test_parallel_rows.py` again, in a process where Triton interprets its kernels on the CPU."""
+"""Numerics without a GPU: tests again, in a process where Triton interprets its kernels on the CPU."""
 
 from __future__ import annotations
 
