@@ -54,7 +54,7 @@ def worker(rank: int, kind: str, size: int, port: int) -> None:
     else:
         parallel = ExpertParallel(EXPERTS)
         if kind == "gloo":
-            assert "is no CUDA device" in peers.peer_reason(device)
+            assert "is no CUDA device" in str(peers.peer_reason(device))
             with pytest.raises(UnsupportedDeviceError, match="rank 0: cpu is no CUDA device"):
                 PeerParallel(EXPERTS, max_tokens=9, hidden=WIDTH, top_k=TOP_K, device=device)
     # Again and again: nothing is left over from an exchange before.
