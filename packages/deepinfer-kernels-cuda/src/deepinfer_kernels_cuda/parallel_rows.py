@@ -98,7 +98,7 @@ def number_rows(
 
 def send_rows(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, target: Target, segments: Segments, *,
-    me: int, local: int, to: range, without: int = -1, padded: int | None = None,
+    me: int, local: int, to: range, without: int = -1, padded: int | None = None, flags: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write every token to the segments of its ranks.
 
@@ -113,6 +113,7 @@ def send_rows(
         local: Experts of a rank.
         to: Ranks that are served, but for `without`.
         padded: Rows of a segment; those that no token has get ids of -1.
+        flags: int32 [ranks + 2] beside the target: the launch ends when that of every rank has written. None: it ends by itself.
     """
     tokens, top_k = ids.shape
     rows = tokens if padded is None else padded
@@ -126,11 +127,11 @@ def send_rows(
     source, there = words(x), words(target.x)
     width, ranks = source.shape[1], places.shape[1]
     send_rows_kernel[(rows, -(-width // _BLOCK))](
-        source, ids, weights, places, segments.counts, there, target.ids, target.weights, target.delta, tokens, width,
+        source, ids, weights, places, segments.counts, there, target.ids, target.weights, target.delta, flags, tokens, width,
         source.stride(0), there.stride(0), target.ids.stride(0), target.weights.stride(0), local, ranks, me, to.start, to.stop,
         without, segments.first, segments.apart, K=top_k, BK=1 << (top_k - 1).bit_length(), BR=1 << (ranks - 1).bit_length(),
         BLOCK=_BLOCK, COUNTED=0 if segments.counts is None else segments.counts.dim(), PADDED=padded is not None,
-        PEERS=target.delta is not None, num_warps=4, **overlap(x.device),
+        PEERS=target.delta is not None, MEET=flags is not None, num_warps=4, **overlap(x.device),
     )  # fmt: skip
 
 

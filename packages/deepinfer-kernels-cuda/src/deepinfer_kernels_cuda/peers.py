@@ -23,6 +23,7 @@ from .parallel_rows import Segments, Target, number_rows, send_rows, sum_rows, w
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _BLOCK = 1024
+FUSED = True
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class PeerParallel:
         rows = self.size * self.max_tokens
         parts = [
             ((self.size, self.size), torch.int32), ((rows, self.top_k), torch.int64), ((rows, self.top_k), torch.float32),
-            ((rows, hidden), self.dtype), ((rows, hidden), self.dtype),
+            ((rows, hidden), self.dtype), ((rows, hidden), self.dtype), ((1, self.size + 2), torch.int32),
         ]  # fmt: skip
         sizes = [-(-shape[0] * shape[1] * dtype.itemsize // 256) * 256 for shape, dtype in parts]
         self._memory = _symmetric_memory.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -122,7 +123,10 @@ class PeerParallel:
             piece[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
             for (shape, dtype), piece in zip(parts, self._memory.split(sizes), strict=True)
         ]
-        self._counts, self._ids, self._weights, self._x, self._back = views
+        self._counts, self._ids, self._weights, self._x, self._back, flags = views
+        self._flags = flags.zero_().flatten() if FUSED else None
+        torch.cuda.synchronize(device)
+        dist.barrier(self.group)
         mine = self._peers.buffer_ptrs[self.rank]
         self._delta = torch.tensor([each - mine for each in self._peers.buffer_ptrs], dtype=torch.int64, device=device)
         self._target = Target(self._x, self._ids, self._weights, self._delta)
@@ -179,9 +183,10 @@ class PeerParallel:
         places = torch.empty(len(x), self.size, dtype=torch.int32, device=x.device)
         send_rows(
             x, ids, weights, places, self._target, Segments(first=self.rank * most), me=self.rank, local=self.local,
-            to=range(self.size), padded=most,
+            to=range(self.size), padded=most, flags=self._flags,
         )  # fmt: skip
-        self._meet()
+        if self._flags is None:
+            self._meet()
         return self._dispatched(self.size * most, PeerHandle(places, None, most, self._turn))
 
     def _dispatched(self, rows: int, handle: PeerHandle) -> Dispatched:
@@ -201,17 +206,20 @@ class PeerParallel:
         # Own rows are read when peers may already send what is next.
         y = y.clone() if self._inside(y) else y.contiguous()
         self._begin("combine")
+        flags = None if most is None else self._flags
         return_rows(
-            y, self._ids, self._counts, self._back, self._delta, me=self.rank, capacity=self.max_tokens, most=most
-        )
-        self._meet()
+            y, self._ids, self._counts, self._back, self._delta, me=self.rank, capacity=self.max_tokens, most=most,
+            flags=flags,
+        )  # fmt: skip
+        if flags is None:
+            self._meet()
         here = self.rank * most if received is None else sum(received[: self.rank])
         return sum_rows(y, self._back, handle.places, Segments(apart=self.max_tokens), me=self.rank, here=here)
 
 
 def return_rows(
     y: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, back: torch.Tensor, delta: torch.Tensor, *, me: int,
-    capacity: int, most: int | None,
+    capacity: int, most: int | None, flags: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write each row of y to the rank that it came from; own ones stay.
 
@@ -224,6 +232,7 @@ def return_rows(
         me: This rank.
         capacity: Rows of a segment of `back`.
         most: Rows of each source in y; None: as `counts` has them.
+        flags: As in `send_rows`.
     """
     from .kernels.parallel import return_rows_kernel
 
@@ -232,7 +241,7 @@ def return_rows(
     rows, there = words(y), words(back)
     width, ranks, top_k = rows.shape[1], len(delta), ids.shape[1]
     return_rows_kernel[(len(rows), -(-width // _BLOCK))](
-        rows, ids, counts, there, delta, width, rows.stride(0), ranks, me, capacity, most or 1, K=top_k,
+        rows, ids, counts, there, delta, flags, width, rows.stride(0), ranks, me, capacity, most or 1, K=top_k,
         BK=1 << (top_k - 1).bit_length(), BR=1 << (ranks - 1).bit_length(), BLOCK=_BLOCK, PADDED=most is not None,
-        num_warps=4, **overlap(y.device),
+        MEET=flags is not None,         num_warps=4, **overlap(y.device),
     )  # fmt: skip

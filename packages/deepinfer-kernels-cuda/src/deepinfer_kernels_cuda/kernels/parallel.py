@@ -41,6 +41,25 @@ def at_peer(pointer, delta, rank, PEERS: tl.constexpr):
 
 
 @triton.jit
+def meet(flags, delta, ranks, me):
+    """The last program of a launch to come here tells every rank, and waits until every rank's has come: what all wrote is there
+    then. `flags` int32: the last meeting that each rank came to, how many programs of this launch came, the last meeting."""
+    tl.debug_barrier()
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    if tl.atomic_add(flags + ranks, 1, sem="acq_rel", scope="sys") == programs - 1:
+        turn = tl.load(flags + ranks + 1) + 1
+        tl.store(flags + ranks, 0)
+        for peer in range(ranks):
+            there = (flags.to(tl.int64) + tl.load(delta + peer)).to(flags.dtype)
+            tl.atomic_xchg(there + me, turn, sem="release", scope="sys")
+        for peer in range(ranks):
+            while tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys") < turn:
+                pass
+        tl.debug_barrier()  # every thread has read the number
+        tl.store(flags + ranks + 1, turn)
+
+
+@triton.jit
 def segment(counts, rank, me, ranks, first, apart, COUNTED: tl.constexpr, BR: tl.constexpr):
     """Row where a rank's segment begins. COUNTED 0: they are `apart`; 1: one behind the other without mine, `counts` [ranks];
     2: mine in the buffer of that rank, behind those of lower ranks, `counts` [source, destination]."""
@@ -83,10 +102,10 @@ def number_rows_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def send_rows_kernel(
-    x, ids, weights, places, counts, out, out_ids, out_weights, delta, tokens, width, x_stride, out_stride, ids_stride,
+    x, ids, weights, places, counts, out, out_ids, out_weights, delta, flags, tokens, width, x_stride, out_stride, ids_stride,
     weights_stride, local, ranks, me, begin_rank, end_rank, skip, first, apart, K: tl.constexpr, BK: tl.constexpr,
     BR: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PADDED: tl.constexpr, PEERS: tl.constexpr,
-    PDL: tl.constexpr = False,
+    MEET: tl.constexpr = False, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each token's row, local ids (-1: not there) and weights to the segments of its ranks, at its place; PADDED: at its number,
     which becomes its place, and ids of -1 where it does not go."""
@@ -115,12 +134,15 @@ def send_rows_kernel(
         there = tl.where(own, expert - low, -1)
         tl.store(at_peer(out_ids, delta, rank, PEERS) + target * ids_stride + k, there, mask=told)
         tl.store(at_peer(out_weights, delta, rank, PEERS) + target * weights_stride + k, weight, mask=told)
+    if MEET:
+        meet(flags, delta, ranks, me)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def return_rows_kernel(
-    y, ids, counts, back, delta, width, y_stride, ranks, me, capacity, most, K: tl.constexpr, BK: tl.constexpr,
-    BR: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr = False,
+    y, ids, counts, back, delta, flags, width, y_stride, ranks, me, capacity, most, K: tl.constexpr, BK: tl.constexpr,
+    BR: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, MEET: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each row of y to the rank that it came from, into the segment of this rank of `back`, at its place; own ones stay."""
     begin(PDL)
@@ -142,6 +164,8 @@ def return_rows_kernel(
     data = tl.load(y + row * y_stride + word, mask=mask, other=0)
     there = at_peer(back, delta, tl.where(goes, source, me), True)
     tl.store(there + (me * capacity + place) * width + word, data, mask=mask)
+    if MEET:
+        meet(flags, delta, ranks, me)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
