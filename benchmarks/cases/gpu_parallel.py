@@ -2,7 +2,8 @@
 
 Run one process a GPU: `python -m torch.distributed.run --nproc-per-node 2 benchmarks/cases/gpu_parallel.py check time stages`;
 `nccl` or `peers` beside these words takes one provider alone. Leave multicast off (`NCCL_NVLS_ENABLE=0
-TORCH_SYMM_MEM_DISABLE_MULTICAST=1`) where GPUs are shared with others. Expert e multiplies its rows by 1 + e / 64: every sum is
+TORCH_SYMM_MEM_DISABLE_MULTICAST=1`) where GPUs are shared with others. On one card: `kernels`, `check nccl` as one process, and
+with `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1` `check peers` as two. Expert e multiplies its rows by 1 + e / 64: every sum is
 known to the bit.
 """
 
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 from deepinfer_kernels_cuda.errors import UnsupportedDeviceError
 from deepinfer_kernels_cuda.parallel import ExpertParallel
-from deepinfer_kernels_cuda.peers import PeerParallel
+from deepinfer_kernels_cuda.parallel_rows import Segments, Target, number_rows, send_rows, sum_rows
+from deepinfer_kernels_cuda.peers import PeerParallel, return_rows
+from gpu_bench import time_cold, time_copy, time_warm
 from torch import distributed
 
 EXPERTS, TOP_K, WIDTH, MOST = 384, 6, 5120, 16384
@@ -149,7 +152,7 @@ def check(providers: dict[str, Any], device: torch.device) -> bool:
         kinds = [(tokens, "spread") for tokens in CHECKED] + [((300, 4096), "one"), ((64, 5), "none")]
         for tokens, kind in kinds:
             for most in (None, max(*tokens, 1)):
-                words = wrong(parallel, tokens, kind, most, device)
+                words = wrong(parallel, tokens[: parallel.size], kind, most, device)
                 failures += [f"{tokens} {kind} most {most}: {words}"] if words else []
         good &= agreed(f"check {name}: {2 * len(kinds)} cases, three runs each", failures)
         words = wrong_graph(parallel, device)
@@ -278,12 +281,58 @@ def stages(providers: dict[str, Any], tokens: int, device: torch.device) -> None
             say(f"  {event.time_range.start - begin:8.0f} {event.time_range.elapsed_us():8.1f} {event.name[:60]}")
 
 
+def kernels(device: torch.device) -> None:
+    """Each kernel on one card, where the other rank's memory is its own, beside a copy of as many bytes; rank 0 of two."""
+    local, row = EXPERTS // 2, WIDTH * 2
+    for tokens in (64, 1024, 16384):
+        one = case(0, tokens, device)
+        counts = torch.empty(2, dtype=torch.int32, device=device)
+        places = number_rows(one.ids, local, 2, counts)
+        away, mine = int(counts[1]), int(counts[0])
+        both = torch.tensor([[mine, away], [mine, away]], dtype=torch.int32, device=device)
+        x = torch.randn(2 * tokens, WIDTH, device=device).bfloat16()
+        ids = torch.zeros(2 * tokens, TOP_K, dtype=torch.int64, device=device)
+        there, back = (
+            Target(torch.empty_like(x), ids, torch.zeros(2 * tokens, TOP_K, device=device)),
+            torch.empty_like(x),
+        )
+        delta = torch.zeros(2, dtype=torch.int64, device=device)
+        peers = Target(there.x, there.ids, there.weights, delta)
+
+        def send(target: Target, segments: Segments, **more: Any) -> None:
+            to: dict[str, Any] = {"me": 0, "local": local, "to": range(2)} | more
+            send_rows(one.x, one.ids, one.weights, places, target, segments, **to)
+
+        calls = {
+            "number": (lambda: number_rows(one.ids, local, 2, counts), tokens * 56),
+            "pack for the other": (lambda: send(there, Segments(counts=counts), without=0), 2 * away * row),
+            "write to both": (lambda: send(peers, Segments(counts=both)), (tokens + away + mine) * row),
+            "write to both, padded": (lambda: send(peers, Segments(), padded=tokens), (tokens + away + mine) * row),
+            "return": (
+                lambda: return_rows(x[: 2 * mine], ids, both, back, delta, me=0, capacity=tokens, most=None),
+                2 * mine * row,
+            ),
+            "sum": (
+                lambda: sum_rows(x, back, places, Segments(counts=counts), me=0, here=0), (tokens + away + mine) * row
+            ),
+        }  # fmt: skip
+        for name, (call, size) in calls.items():
+            cold, warm, (copy_cold, copy_warm) = time_cold(call), time_warm(call), time_copy(size)
+            say(
+                f"{tokens} {name}: cold {cold:.1f} us {size / cold / 1e3:.0f} GB/s, copy {copy_cold / cold:.2f}; warm "
+                f"{warm:.1f} us {size / warm / 1e3:.0f} GB/s, copy {copy_warm / warm:.2f}"
+            )
+
+
 def main() -> int:
     words = sys.argv[1:] or ["check", "time", "stages"]
     rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    distributed.init_process_group("nccl", device_id=device)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    if int(os.environ["WORLD_SIZE"]) > torch.cuda.device_count():
+        distributed.init_process_group("gloo")  # several ranks on one card: `check peers`
+    else:
+        distributed.init_process_group("nccl", device_id=device)
     names = [name for name in ("nccl", "peers") if name in words] or ["nccl", "peers"]
     providers: dict[str, Any] = {"nccl": ExpertParallel(EXPERTS)} if "nccl" in names else {}
     if "peers" in names:
@@ -294,6 +343,8 @@ def main() -> int:
     for tokens in (64, 16384) if "stages" in words else ():
         stages(providers, tokens, device)
     good = check(providers, device) if "check" in words else True
+    if "kernels" in words:
+        kernels(device)
     if "time" in words:
         time(providers, device)
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}")
