@@ -162,6 +162,8 @@ class ExpertParallel:
 
     def _exchange(self, leaving: list[torch.Tensor], arriving: list[torch.Tensor]) -> list[Any]:
         """Begin to send one piece to each rank and to receive one from each; what is returned must be waited for."""
+        if self.size == 1:
+            return []
         if leaving[0].is_cuda:
             work = dist.all_to_all(arriving, leaving, group=self.group, async_op=True)
             return [work]
