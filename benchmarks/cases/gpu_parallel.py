@@ -9,6 +9,7 @@ known to the bit.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -28,6 +29,7 @@ EXPERTS, TOP_K, WIDTH, MOST = 384, 6, 5120, 16384
 CHECKED = ((7, 0), (0, 0), (1, 1), (64, 64), (1, 300), (2500, 1), (4096, 4096), (16384, 16384), (0, 16384))
 SMALL, LARGE = (1, 8, 64, 256), (1024, 4096, 16384)
 GRAPH_CALLS = 10
+BUSY = 2_000_000  # cycles: about a millisecond
 
 
 @dataclass(frozen=True)
@@ -160,21 +162,26 @@ def check(providers: dict[str, Any], device: torch.device) -> bool:
     return good
 
 
-def median_us(call: Callable[[], Any], repeats: int = 9) -> float:
-    """Median time of a call between events, waits of the host included; all ranks begin together; the slowest rank's."""
+def timed(call: Callable[[], Any], ahead: bool) -> tuple[float, Any]:
+    """Microseconds between events around a call, and what it gave. All ranks begin together, on an idle device, or with `ahead` on one
+    that is busy for another millisecond, in which the host goes on."""
+    torch.cuda.synchronize()
+    distributed.barrier()
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if ahead:
+        torch.cuda._sleep(BUSY)
+    begin.record()
+    out = call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3, out
+
+
+def median_us(call: Callable[[], Any], repeats: int = 9, *, ahead: bool = False) -> float:
+    """Median over repeats, the slowest rank's."""
     call()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        distributed.barrier()
-        torch.cuda.synchronize()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return slowest(statistics.median(times))
+    return slowest(statistics.median(timed(call, ahead)[0] for _ in range(repeats)))
 
 
 def graph_us(call: Callable[[], Any]) -> float:
@@ -207,18 +214,23 @@ def traffic(tokens: int, device: torch.device) -> list[int]:
     return [counts[rank], counts[1 - rank]]
 
 
-def time_large(name: str, parallel: Any, tokens: int, base: float, size: int, device: torch.device) -> None:
-    """A dispatch of the rows that exist and its combine, launched from the host."""
+def time_large(
+    name: str, parallel: Any, tokens: int, base: dict[bool, float], device: torch.device, most: int | None
+) -> None:
+    """A dispatch and its combine launched from the host, in turn as a layer has them, beside a plain exchange timed alike."""
     one = case(parallel.rank, tokens, device)
-    sent = parallel.dispatch(one.x, one.ids, one.weights)
-    rows = sent.x.clone()
-    dispatch = median_us(lambda: parallel.dispatch(one.x, one.ids, one.weights))
-    handle = parallel.dispatch(one.x, one.ids, one.weights).handle
-    combine = median_us(lambda: parallel.combine(rows, handle))
-    say(
-        f"{tokens} {name}: dispatch {dispatch:.0f} us {size / dispatch / 1e3:.0f} GB/s {base / dispatch:.2f}, "
-        f"combine {combine:.0f} us {size / combine / 1e3:.0f} GB/s {base / combine:.2f}"
-    )
+    y = parallel.dispatch(one.x, one.ids, one.weights, most=most).x.clone()
+    words = []
+    for ahead in (False, True):
+        times: dict[str, list[float]] = {"dispatch": [], "combine": []}
+        for _ in range(9):
+            us, sent = timed(lambda: parallel.dispatch(one.x, one.ids, one.weights, most=most), ahead)
+            times["dispatch"].append(us)
+            times["combine"].append(timed(functools.partial(parallel.combine, y, sent.handle), ahead)[0])
+        both = {what: slowest(statistics.median(all_of)) for what, all_of in times.items()}
+        words += [f"{what} {us:.0f} us {base[ahead] / us:.2f}" for what, us in both.items()]
+    form = "rows that exist" if most is None else "padded"
+    say(f"{tokens} {name}, {form}: {words[0]}, {words[1]}; behind other work {words[2]}, {words[3]}")
 
 
 def time_small(name: str, parallel: Any, tokens: int, base: float, device: torch.device) -> None:
@@ -239,14 +251,14 @@ def time(providers: dict[str, Any], device: torch.device) -> None:
     for tokens in LARGE:
         rows = traffic(tokens, device)
         size, call = rows[0] * WIDTH * 2, plain(rows, device)
-        base = median_us(call)
-        say(
-            f"{tokens} tokens a rank: plain exchange {base:.0f} us, {size / base / 1e3:.0f} GB/s of {size / 1e6:.0f} MB"
-        )
+        base = {ahead: median_us(call, ahead=ahead) for ahead in (False, True)}
+        rates = [f"{us:.0f} us {size / us / 1e3:.0f} GB/s" for us in base.values()]
+        say(f"{tokens} tokens a rank, {size / 1e6:.0f} MB: plain exchange {rates[0]}, behind other work {rates[1]}")
         for name, parallel in providers.items():
-            time_large(name, parallel, tokens, base, size, device)
-        again = median_us(call)
-        say(f"{tokens} plain exchange again {again:.0f} us, {size / again / 1e3:.0f} GB/s")
+            for most in (None, tokens):
+                time_large(name, parallel, tokens, base, device, most)
+        again = [median_us(call, ahead=ahead) for ahead in (False, True)]
+        say(f"{tokens} plain exchange again {again[0]:.0f} and {again[1]:.0f} us")
     for tokens in SMALL:
         call = plain(traffic(tokens, device), device)
         base = graph_us(call)

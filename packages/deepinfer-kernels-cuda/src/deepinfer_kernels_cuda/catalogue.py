@@ -97,9 +97,9 @@ _INSERT = (
     "stride_row=i64 rows=i32"
 )
 _SEND_ROWS = (
-    "x=*i32 ids=*i64 weights=*fp32 places=*i32 counts=*i32 out=*i32 out_ids=*i64 out_weights=*fp32 delta=*i64 flags=*i32 "
+    "x=*i32 ids=*i64 weights=*fp32 places=*i32 counts=*i32 out=*i32 out_ids=*i64 out_weights=*fp32 delta=*i64 "
     "tokens=i32 width=i32 x_stride=i32 out_stride=i32 ids_stride=i32 weights_stride=i32 local=i32 ranks=i32 me=i32 "
-    "begin_rank=i32 end_rank=i32 skip=i32 first=i32 apart=i32"
+    "begin_rank=i32 end_rank=i32 skip=i32 first=i32 apart=i32 own_rows=i32"
 )
 _MHC_STREAM = (
     "streams=*bf16 output=*bf16 post=*fp32 comb=*fp32 pre=*fp32 fn=*bf16 new_streams=*bf16 out=*bf16 part=*fp32 squares=*fp32 "
@@ -221,15 +221,15 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         "ids=*i64 places=*i32 counts=*i32 delta=*i64 tokens=i32 local=i32 ranks=i32",
         {"K": 6, "BK": 8, "BLOCK": 1024, "PEERS": True}, options={"num_warps": 16}),
     KernelSpec("send_rows", "kernels.parallel:send_rows_kernel", _SEND_ROWS,
-        {"K": 6, "BK": 8, "BR": 2, "BLOCK": 1024, "COUNTED": 2, "PADDED": False, "PEERS": True, "MEET": False},
+        {"K": 6, "BK": 8, "BR": 2, "BLOCK": 1024, "COUNTED": 2, "PADDED": False, "PEERS": True},
         divisible=("width", "x_stride", "out_stride")),
     KernelSpec("send_rows_padded", "kernels.parallel:send_rows_kernel", _SEND_ROWS,
-        {"K": 6, "BK": 8, "BR": 2, "BLOCK": 1024, "COUNTED": 0, "PADDED": True, "PEERS": True, "MEET": True},
+        {"K": 6, "BK": 8, "BR": 2, "BLOCK": 1024, "COUNTED": 0, "PADDED": True, "PEERS": False},
         divisible=("width", "x_stride")),
     KernelSpec("return_rows", "kernels.parallel:return_rows_kernel",
-        "y=*i32 ids=*i64 counts=*i32 back=*i32 delta=*i64 flags=*i32 width=i32 y_stride=i32 ranks=i32 me=i32 capacity=i32 "
+        "y=*i32 ids=*i64 counts=*i32 back=*i32 delta=*i64 width=i32 y_stride=i32 ranks=i32 me=i32 capacity=i32 "
         "most=i32",
-        {"K": 6, "BK": 8, "BR": 2, "BLOCK": 1024, "PADDED": True, "MEET": True}, divisible=("width", "y_stride")),
+        {"K": 6, "BK": 8, "BR": 2, "BLOCK": 1024, "PADDED": True}, divisible=("width", "y_stride")),
     KernelSpec("sum_rows", "kernels.parallel:sum_rows_kernel",
         "y=*bf16 back=*bf16 places=*i32 counts=*i32 out=*bf16 width=i32 y_stride=i32 ranks=i32 me=i32 here=i32 first=i32 "
         "apart=i32",

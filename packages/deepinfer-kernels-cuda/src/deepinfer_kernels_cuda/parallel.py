@@ -7,7 +7,6 @@ result does not depend on timing. Works over NCCL on GPUs and gloo on CPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .checks import require, require_dims, require_dtype, require_inner
-from .parallel_rows import Segments, Target, number_rows, send_rows, sum_rows
+from .parallel_rows import HostCounts, Segments, Target, number_rows, send_rows, sum_rows
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class ExpertParallel:
         require(experts % self.size == 0, f"{experts} experts do not divide among {self.size} ranks")
         self.local = experts // self.size
         self.first = self.rank * self.local
-        self._side: torch.cuda.Stream | None = None
+        self._host: HostCounts | None = None
 
     def dispatch(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, most: int | None = None
@@ -105,51 +104,28 @@ class ExpertParallel:
         return self._compact(x, ids, weights) if most is None else self._padded(x, ids, weights, most)
 
     def _compact(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
+        """Sizes first, then the rows, each with its ids and weights behind it; own rows are packed while the others travel."""
         (tokens, top_k), peers = ids.shape, self.size - 1
         counts = torch.empty(2, self.size, dtype=torch.int32, device=x.device)  # sent, received
         places = number_rows(ids, self.local, self.size, counts[0])
-        asked = dist.all_to_all_single(counts[1], counts[0], group=self.group, async_op=True)
-        known = self._read_back(counts, asked)
-        leaving = _new_rows(tokens * min(peers, top_k), x, top_k)
-        segments = Segments(counts=counts[0])
+        dist.all_to_all_single(counts[1], counts[0], group=self.group)
+        self._host = self._host or HostCounts((2, self.size), x.device)
+        self._host.mark()
+        leaving, packed = joined_rows(tokens * min(peers, top_k), x, top_k)
+        me, segments = range(self.rank, self.rank + 1), Segments(counts=counts[0])
         send_rows(
-            x, ids, weights, places, leaving.target, segments, me=self.rank, local=self.local, to=range(self.size),
+            x, ids, weights, places, packed, segments, me=self.rank, local=self.local, to=range(self.size),
             without=self.rank,
         )  # fmt: skip
-        sent, received = known()  # the only wait for the device, while rows are packed
-        arrived = _new_rows(sum(received), x, top_k)
-        waits = [
-            self._exchange(self._others(there, sent, packed=True), self._others(here, received))
-            for there, here in ((leaving.told, arrived.told), (leaving.target.x, arrived.target.x))
-        ]
+        sent, received = self._host.fetch(counts)  # the only wait for the device, while rows are packed
+        arrived, rows = joined_rows(sum(received), x, top_k)
+        travels = self._exchange(self._others(leaving, sent, packed=True), self._others(arrived, received), wait=False)
         mine = slice(sum(received[: self.rank]), sum(received[: self.rank + 1]))
-        target = arrived.target
-        own = Target(target.x[mine], target.ids[mine], target.weights[mine])
-        me = range(self.rank, self.rank + 1)
+        own = Target(rows.x[mine], rows.ids[mine], rows.weights[mine])
         send_rows(x, ids, weights, places, own, Segments(), me=self.rank, local=self.local, to=me)
-        _wait(waits[0])
-        ids, weights = target.ids.contiguous(), target.weights.contiguous()
-        _wait(waits[1])
-        return Dispatched(target.x, ids, weights, DispatchHandle(places, counts[0], sent, received))
-
-    def _read_back(self, counts: torch.Tensor, ready: Any) -> Callable[[], list[list[int]]]:
-        """Begin to fetch counts [2, ranks] once `ready`; what is returned waits for them and gives them as lists."""
-        if counts.device.type != "cuda":
-            ready.wait()
-            return counts.tolist
-        self._side = self._side or torch.cuda.Stream(counts.device)
-        known = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        done = torch.cuda.Event()
-        with torch.cuda.stream(self._side):
-            ready.wait()
-            known.copy_(counts, non_blocking=True)
-            done.record()
-
-        def wait() -> list[list[int]]:
-            done.synchronize()
-            return known.tolist()
-
-        return wait
+        _wait(travels)
+        handle = DispatchHandle(places, counts[0], sent, received)
+        return Dispatched(rows.x, rows.ids.contiguous(), rows.weights.contiguous(), handle)
 
     def _others(self, rows: torch.Tensor, counts: list[int], *, packed: bool = False) -> list[torch.Tensor]:
         """The segments of all ranks; none for this one, which takes no room where they are `packed`."""
@@ -160,31 +136,31 @@ class ExpertParallel:
             begin += 0 if mine and packed else count
         return parts
 
-    def _exchange(self, leaving: list[torch.Tensor], arriving: list[torch.Tensor]) -> list[Any]:
-        """Begin to send one piece to each rank and to receive one from each; what is returned must be waited for."""
+    def _exchange(self, leaving: list[torch.Tensor], arriving: list[torch.Tensor], *, wait: bool = True) -> list[Any]:
+        """Send one piece to each rank and receive one from each; without `wait`, what is returned must be waited for."""
         if self.size == 1:
             return []
         if leaving[0].is_cuda:
-            work = dist.all_to_all(arriving, leaving, group=self.group, async_op=True)
-            return [work]
+            work = dist.all_to_all(arriving, leaving, group=self.group, async_op=not wait)
+            return [] if work is None else [work]
         pairs = [(dist.isend, piece, rank) for rank, piece in enumerate(leaving) if len(piece)]
         pairs += [(dist.irecv, piece, rank) for rank, piece in enumerate(arriving) if len(piece)]
         ops = [dist.P2POp(call, piece, group=self.group, group_peer=rank) for call, piece, rank in pairs]
-        return dist.batch_isend_irecv(ops) if ops else []
+        _wait(dist.batch_isend_irecv(ops) if ops else [])
+        return []
 
     def _padded(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int) -> Dispatched:
-        """One exchange of parts of equal size, each row with its ids and weights behind it."""
-        leaving = _joined_rows(self.size * most, x, ids.shape[1])
-        arrived = _joined_rows(self.size * most, x, ids.shape[1])
+        """One exchange of parts of equal size; own rows are written among those that arrive at once."""
+        rows, sizes = self.size * most, [most] * self.size
+        both, packed = joined_rows(2 * rows, x, ids.shape[1])  # what leaves, what arrives
         places = torch.empty(len(x), self.size, dtype=torch.int32, device=x.device)
         send_rows(
-            x, ids, weights, places, leaving.target, Segments(apart=most), me=self.rank, local=self.local,
+            x, ids, weights, places, packed, Segments(apart=most, own=rows), me=self.rank, local=self.local,
             to=range(self.size), padded=most,
         )  # fmt: skip
-        dist.all_to_all_single(arrived.told, leaving.told, group=self.group)
-        there, rows = arrived.target, [most] * self.size
-        handle = DispatchHandle(places, None, rows, rows, most)
-        return Dispatched(there.x, there.ids.contiguous(), there.weights.contiguous(), handle)
+        self._exchange(self._others(both[:rows], sizes), self._others(both[rows:], sizes))
+        handle = DispatchHandle(places, None, sizes, sizes, most)
+        return Dispatched(packed.x[rows:], packed.ids[rows:].contiguous(), packed.weights[rows:].contiguous(), handle)
 
     def combine(self, y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """Return the partial sums and add them, float32, in the order of ranks; a collective call.
@@ -199,47 +175,22 @@ class ExpertParallel:
         arrived, mine = sum(handle.received), sum(handle.received[: self.rank])
         require(y.shape[0] == arrived, f"y has {y.shape[0]} rows; {arrived} arrived")
         y = y.contiguous()
-        if handle.most is not None:
-            back = torch.empty_like(y)
-            dist.all_to_all_single(back, y, group=self.group)
-            return sum_rows(back, back, handle.places, Segments(apart=handle.most), me=-1, here=0)
-        back = y.new_empty(sum(handle.sent) - handle.sent[self.rank], y.shape[1])
-        _wait(self._exchange(self._others(y, handle.received), self._others(back, handle.sent, packed=True)))
-        return sum_rows(y, back, handle.places, Segments(counts=handle.counts), me=self.rank, here=mine)
+        padded = handle.most is not None
+        back = y.new_empty(sum(handle.sent) - (0 if padded else handle.sent[self.rank]), y.shape[1])
+        self._exchange(self._others(y, handle.received), self._others(back, handle.sent, packed=not padded))
+        segments = Segments(apart=handle.most) if handle.most is not None else Segments(counts=handle.counts)
+        return sum_rows(y, back, handle.places, segments, me=self.rank, here=mine)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Buffers of rows, and the one that holds ids and weights (of joined rows: everything)."""
-
-    target: Target
-    told: torch.Tensor
-
-
-def _told_bytes(top_k: int) -> int:
-    """Ids of 8 bytes and weights of 4, filled up to 8."""
-    return 8 * top_k + 4 * (top_k + top_k % 2)
-
-
-def _views(told: torch.Tensor, begin: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and weights in rows of bytes, from byte `begin`."""
-    middle = begin + 8 * top_k
-    return told[:, begin:middle].view(torch.int64), told[:, middle : middle + 4 * top_k].view(torch.float32)
-
-
-def _new_rows(count: int, x: torch.Tensor, top_k: int) -> _Rows:
-    """Rows like those of x, with ids and weights apart."""
-    told = torch.empty(count, _told_bytes(top_k), dtype=torch.uint8, device=x.device)
-    return _Rows(Target(x.new_empty(count, x.shape[1]), *_views(told, 0, top_k)), told)
-
-
-def _joined_rows(count: int, x: torch.Tensor, top_k: int) -> _Rows:
-    """Rows like those of x with ids and weights behind each; 64 bytes, since blocks see strides that are 16 words as such."""
+def joined_rows(count: int, x: torch.Tensor, top_k: int) -> tuple[torch.Tensor, Target]:
+    """Room for rows like those of x, ids and weights behind each: as bytes [count, b], and as what they are."""
     size = x.shape[1] * x.element_size()
-    begin = -(-size // 8) * 8
-    length = -(-(begin + _told_bytes(top_k)) // 64) * 64
+    ids = -(-size // 8) * 8
+    weights = ids + 8 * top_k
+    length = -(-(weights + 4 * top_k) // 64) * 64  # kernels take strides of 64 bytes for aligned
     joined = torch.empty(count, length, dtype=torch.uint8, device=x.device)
-    return _Rows(Target(joined[:, :size].view(x.dtype), *_views(joined, begin, top_k)), joined)
+    views = joined[:, :size].view(x.dtype), joined[:, ids:weights].view(torch.int64)
+    return joined, Target(*views, joined[:, weights : weights + 4 * top_k].view(torch.float32))
 
 
 def _wait(works: list[Any]) -> None:

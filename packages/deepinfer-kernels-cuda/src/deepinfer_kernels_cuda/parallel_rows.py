@@ -25,17 +25,19 @@ class Segments:
     Attributes:
         first: Row of the first segment.
         apart: Rows from one segment to the next.
+        own: Rows that this rank's segment lies behind its place among the others.
         counts: int32 [ranks], rows of each segment, which lie one behind the other, without that of this rank; or int32 [ranks,
             ranks], rows from a source to a destination: this rank's segment in the buffer of each rank.
     """
 
     first: int = 0
     apart: int = 0
+    own: int = 0
     counts: torch.Tensor | None = None
 
     def start(self, rank: int, me: int) -> int:
         """Row where the segment of a rank begins; reads `counts`."""
-        start = self.first + rank * self.apart
+        start = self.first + rank * self.apart + (self.own if rank == me else 0)
         if self.counts is not None and self.counts.dim() == 1:
             start += int(self.counts[:rank].sum()) - (int(self.counts[me]) if me < rank else 0)
         if self.counts is not None and self.counts.dim() == 2:
@@ -55,6 +57,33 @@ class Target:
     ids: torch.Tensor
     weights: torch.Tensor
     delta: torch.Tensor | None = None
+
+
+class HostCounts:
+    """Fetches counts to the host while the device goes on with what was enqueued after `mark`."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._known = torch.empty(shape, dtype=torch.int32, pin_memory=True)
+            self._side = torch.cuda.Stream(device)
+            self._ready, self._here = torch.cuda.Event(), torch.cuda.Event()
+
+    def mark(self) -> None:
+        """The counts are there once what was enqueued until now is done."""
+        if self._cuda:
+            self._ready.record()
+
+    def fetch(self, counts: torch.Tensor) -> list[list[int]]:
+        """Counts int32 as lists; waits for the device as far as `mark`."""
+        if not self._cuda:
+            return counts.tolist()
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(self._ready)
+            self._known.copy_(counts, non_blocking=True)
+            self._here.record()
+        self._here.synchronize()
+        return self._known.tolist()
 
 
 def _kernels(device: torch.device) -> bool:
@@ -98,7 +127,7 @@ def number_rows(
 
 def send_rows(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, target: Target, segments: Segments, *,
-    me: int, local: int, to: range, without: int = -1, padded: int | None = None, flags: torch.Tensor | None = None,
+    me: int, local: int, to: range, without: int = -1, padded: int | None = None,
 ) -> None:  # fmt: skip
     """Write every token to the segments of its ranks.
 
@@ -113,7 +142,6 @@ def send_rows(
         local: Experts of a rank.
         to: Ranks that are served, but for `without`.
         padded: Rows of a segment; those that no token has get ids of -1.
-        flags: int32 [ranks + 2] beside the target: the launch ends when that of every rank has written. None: it ends by itself.
     """
     tokens, top_k = ids.shape
     rows = tokens if padded is None else padded
@@ -127,11 +155,12 @@ def send_rows(
     source, there = words(x), words(target.x)
     width, ranks = source.shape[1], places.shape[1]
     send_rows_kernel[(rows, -(-width // _BLOCK))](
-        source, ids, weights, places, segments.counts, there, target.ids, target.weights, target.delta, flags, tokens, width,
+        source, ids, weights, places, segments.counts, there, target.ids, target.weights, target.delta, tokens, width,
         source.stride(0), there.stride(0), target.ids.stride(0), target.weights.stride(0), local, ranks, me, to.start, to.stop,
-        without, segments.first, segments.apart, K=top_k, BK=1 << (top_k - 1).bit_length(), BR=1 << (ranks - 1).bit_length(),
+        without, segments.first, segments.apart, segments.own, K=top_k,
+        BK=1 << (top_k - 1).bit_length(), BR=1 << (ranks - 1).bit_length(),
         BLOCK=_BLOCK, COUNTED=0 if segments.counts is None else segments.counts.dim(), PADDED=padded is not None,
-        PEERS=target.delta is not None, MEET=flags is not None, num_warps=4, **overlap(x.device),
+        PEERS=target.delta is not None, num_warps=4, **overlap(x.device),
     )  # fmt: skip
 
 

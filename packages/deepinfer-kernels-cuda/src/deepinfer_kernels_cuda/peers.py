@@ -20,13 +20,12 @@ from .checks import require, require_dtype
 from .errors import UnsupportedDeviceError
 from .overlap import overlap
 from .parallel import Dispatched, check_tokens
-from .parallel_rows import Segments, Target, number_rows, send_rows, sum_rows, words
+from .parallel_rows import HostCounts, Segments, Target, number_rows, send_rows, sum_rows, words
 
 #: Of torch: two processes may share one GPU's memory. Their kernels take turns there, by milliseconds.
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _BLOCK = 1024
-FUSED = True
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ class PeerParallel:
         self.first = self.rank * self.local
         self.max_tokens, self.top_k, self.dtype = max_tokens, top_k, dtype
         self._allocate(hidden, device)
-        self._known = torch.empty(self.size, self.size, dtype=torch.int32, pin_memory=True)
-        self._ready = torch.cuda.Event()
+        self._host = HostCounts((self.size, self.size), device)
         self._turn, self._last = 0, ""
 
     def _allocate(self, hidden: int, device: torch.device) -> None:
@@ -118,7 +116,7 @@ class PeerParallel:
         rows = self.size * self.max_tokens
         parts = [
             ((self.size, self.size), torch.int32), ((rows, self.top_k), torch.int64), ((rows, self.top_k), torch.float32),
-            ((rows, hidden), self.dtype), ((rows, hidden), self.dtype), ((1, self.size + 2), torch.int32),
+            ((rows, hidden), self.dtype), ((rows, hidden), self.dtype),
         ]  # fmt: skip
         sizes = [-(-shape[0] * shape[1] * dtype.itemsize // 256) * 256 for shape, dtype in parts]
         self._memory = _symmetric_memory.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -127,10 +125,7 @@ class PeerParallel:
             piece[: shape[0] * shape[1] * dtype.itemsize].view(dtype).view(shape)
             for (shape, dtype), piece in zip(parts, self._memory.split(sizes), strict=True)
         ]
-        self._counts, self._ids, self._weights, self._x, self._back, flags = views
-        self._flags = flags.zero_().flatten() if FUSED else None
-        torch.cuda.synchronize(device)
-        dist.barrier(self.group)
+        self._counts, self._ids, self._weights, self._x, self._back = views
         mine = self._peers.buffer_ptrs[self.rank]
         self._delta = torch.tensor([each - mine for each in self._peers.buffer_ptrs], dtype=torch.int64, device=device)
         self._target = Target(self._x, self._ids, self._weights, self._delta)
@@ -171,13 +166,11 @@ class PeerParallel:
         self._begin("dispatch")
         places = number_rows(ids, self.local, self.size, self._counts[self.rank], self._delta)
         self._meet()
-        self._known.copy_(self._counts, non_blocking=True)
-        self._ready.record()
+        self._host.mark()
         segments = Segments(counts=self._counts)
         send_rows(x, ids, weights, places, self._target, segments, me=self.rank, local=self.local, to=range(self.size))
         self._meet()
-        self._ready.synchronize()
-        received = self._known[:, self.rank].tolist()
+        received = [counts[self.rank] for counts in self._host.fetch(self._counts)]
         return self._dispatched(sum(received), PeerHandle(places, received, None, self._turn))
 
     def _padded(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int) -> Dispatched:
@@ -185,10 +178,9 @@ class PeerParallel:
         places = torch.empty(len(x), self.size, dtype=torch.int32, device=x.device)
         send_rows(
             x, ids, weights, places, self._target, Segments(first=self.rank * most), me=self.rank, local=self.local,
-            to=range(self.size), padded=most, flags=self._flags,
+            to=range(self.size), padded=most,
         )  # fmt: skip
-        if self._flags is None:
-            self._meet()
+        self._meet()
         return self._dispatched(self.size * most, PeerHandle(places, None, most, self._turn))
 
     def _dispatched(self, rows: int, handle: PeerHandle) -> Dispatched:
@@ -208,20 +200,17 @@ class PeerParallel:
         # Own rows are read when peers may already send what is next.
         y = y.clone() if self._inside(y) else y.contiguous()
         self._begin("combine")
-        flags = None if most is None else self._flags
         return_rows(
-            y, self._ids, self._counts, self._back, self._delta, me=self.rank, capacity=self.max_tokens, most=most,
-            flags=flags,
-        )  # fmt: skip
-        if flags is None:
-            self._meet()
+            y, self._ids, self._counts, self._back, self._delta, me=self.rank, capacity=self.max_tokens, most=most
+        )
+        self._meet()
         here = self.rank * most if received is None else sum(received[: self.rank])
         return sum_rows(y, self._back, handle.places, Segments(apart=self.max_tokens), me=self.rank, here=here)
 
 
 def return_rows(
     y: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, back: torch.Tensor, delta: torch.Tensor, *, me: int,
-    capacity: int, most: int | None, flags: torch.Tensor | None = None,
+    capacity: int, most: int | None,
 ) -> None:  # fmt: skip
     """Write each row of y to the rank that it came from; own ones stay.
 
@@ -234,7 +223,6 @@ def return_rows(
         me: This rank.
         capacity: Rows of a segment of `back`.
         most: Rows of each source in y; None: as `counts` has them.
-        flags: As in `send_rows`.
     """
     from .kernels.parallel import return_rows_kernel
 
@@ -243,7 +231,7 @@ def return_rows(
     rows, there = words(y), words(back)
     width, ranks, top_k = rows.shape[1], len(delta), ids.shape[1]
     return_rows_kernel[(len(rows), -(-width // _BLOCK))](
-        rows, ids, counts, there, delta, flags, width, rows.stride(0), ranks, me, capacity, most or 1, K=top_k,
+        rows, ids, counts, there, delta, width, rows.stride(0), ranks, me, capacity, most or 1, K=top_k,
         BK=1 << (top_k - 1).bit_length(), BR=1 << (ranks - 1).bit_length(), BLOCK=_BLOCK, PADDED=most is not None,
-        MEET=flags is not None,         num_warps=4, **overlap(y.device),
+        num_warps=4, **overlap(y.device),
     )  # fmt: skip

@@ -41,29 +41,10 @@ def at_peer(pointer, delta, rank, PEERS: tl.constexpr):
 
 
 @triton.jit
-def meet(flags, delta, ranks, me):
-    """The last program of a launch to come here tells every rank, and waits until every rank's has come: what all wrote is there
-    then. `flags` int32: the last meeting that each rank came to, how many programs of this launch came, the last meeting."""
-    tl.debug_barrier()
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    if tl.atomic_add(flags + ranks, 1, sem="acq_rel", scope="sys") == programs - 1:
-        turn = tl.load(flags + ranks + 1) + 1
-        tl.store(flags + ranks, 0)
-        for peer in range(ranks):
-            there = (flags.to(tl.int64) + tl.load(delta + peer)).to(flags.dtype)
-            tl.atomic_xchg(there + me, turn, sem="release", scope="sys")
-        for peer in range(ranks):
-            while tl.atomic_add(flags + peer, 0, sem="acquire", scope="sys") < turn:
-                pass
-        tl.debug_barrier()  # every thread has read the number
-        tl.store(flags + ranks + 1, turn)
-
-
-@triton.jit
-def segment(counts, rank, me, ranks, first, apart, COUNTED: tl.constexpr, BR: tl.constexpr):
-    """Row where a rank's segment begins. COUNTED 0: they are `apart`; 1: one behind the other without mine, `counts` [ranks];
-    2: mine in the buffer of that rank, behind those of lower ranks, `counts` [source, destination]."""
-    start = first + rank * apart
+def segment(counts, rank, me, ranks, first, apart, own, COUNTED: tl.constexpr, BR: tl.constexpr):
+    """Row where a rank's segment begins. COUNTED 0: they are `apart`, mine `own` rows on; 1: one behind the other without mine,
+    `counts` [ranks]; 2: mine in the buffer of that rank, behind those of lower ranks, `counts` [source, destination]."""
+    start = first + rank * apart + tl.where(rank == me, own, 0)
     if COUNTED == 1:
         other = tl.arange(0, BR)
         start += tl.sum(tl.load(counts + other, mask=(other < rank) & (other != me), other=0), 0)
@@ -102,10 +83,10 @@ def number_rows_kernel(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def send_rows_kernel(
-    x, ids, weights, places, counts, out, out_ids, out_weights, delta, flags, tokens, width, x_stride, out_stride, ids_stride,
-    weights_stride, local, ranks, me, begin_rank, end_rank, skip, first, apart, K: tl.constexpr, BK: tl.constexpr,
+    x, ids, weights, places, counts, out, out_ids, out_weights, delta, tokens, width, x_stride, out_stride, ids_stride,
+    weights_stride, local, ranks, me, begin_rank, end_rank, skip, first, apart, own_rows, K: tl.constexpr, BK: tl.constexpr,
     BR: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PADDED: tl.constexpr, PEERS: tl.constexpr,
-    MEET: tl.constexpr = False, PDL: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each token's row, local ids (-1: not there) and weights to the segments of its ranks, at its place; PADDED: at its number,
     which becomes its place, and ids of -1 where it does not go."""
@@ -128,21 +109,18 @@ def send_rows_kernel(
             place = tl.load(places + token * ranks + rank)
             goes = (place >= 0) & (rank != skip)
             target = tl.maximum(place, 0).to(tl.int64)
-        target += segment(counts, rank, me, ranks, first, apart, COUNTED, BR)
+        target += segment(counts, rank, me, ranks, first, apart, own_rows, COUNTED, BR)
         tl.store(at_peer(out, delta, rank, PEERS) + target * out_stride + word, row, mask=(word < width) & goes)
         told = (k < K) & (chunk == 0) & (goes | PADDED)
         there = tl.where(own, expert - low, -1)
         tl.store(at_peer(out_ids, delta, rank, PEERS) + target * ids_stride + k, there, mask=told)
         tl.store(at_peer(out_weights, delta, rank, PEERS) + target * weights_stride + k, weight, mask=told)
-    if MEET:
-        meet(flags, delta, ranks, me)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def return_rows_kernel(
-    y, ids, counts, back, delta, flags, width, y_stride, ranks, me, capacity, most, K: tl.constexpr, BK: tl.constexpr,
-    BR: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, MEET: tl.constexpr = False,
-    PDL: tl.constexpr = False,
+    y, ids, counts, back, delta, width, y_stride, ranks, me, capacity, most, K: tl.constexpr, BK: tl.constexpr,
+    BR: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Each row of y to the rank that it came from, into the segment of this rank of `back`, at its place; own ones stay."""
     begin(PDL)
@@ -164,8 +142,6 @@ def return_rows_kernel(
     data = tl.load(y + row * y_stride + word, mask=mask, other=0)
     there = at_peer(back, delta, tl.where(goes, source, me), True)
     tl.store(there + (me * capacity + place) * width + word, data, mask=mask)
-    if MEET:
-        meet(flags, delta, ranks, me)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -185,7 +161,7 @@ def sum_rows_kernel(
         if rank == me:
             value = tl.load(y + (here + place) * y_stride + column, mask=mask & (place >= 0), other=0.0)
         else:
-            row = segment(counts, rank, me, ranks, first, apart, COUNTED, BR) + place
+            row = segment(counts, rank, me, ranks, first, apart, 0, COUNTED, BR) + place
             value = tl.load(back + row * width + column, mask=mask & (place >= 0), other=0.0)
         total += value.to(tl.float32)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=mask)
