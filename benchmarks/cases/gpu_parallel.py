@@ -163,8 +163,8 @@ def check(providers: dict[str, Any], device: torch.device) -> bool:
 
 
 def timed(call: Callable[[], Any], ahead: bool) -> tuple[float, Any]:
-    """Microseconds between events around a call, and what it gave. All ranks begin together, on an idle device; with `ahead` it is
-    busy for another millisecond, in which the host goes on."""
+    """Microseconds between events around a call, and what it gave. All ranks begin together, on an idle device; with `ahead`
+    on one that is busy for a millisecond, in which the host goes on."""
     torch.cuda.synchronize()
     distributed.barrier()
     torch.cuda.synchronize()

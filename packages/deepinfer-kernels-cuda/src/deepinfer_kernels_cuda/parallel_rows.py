@@ -118,9 +118,9 @@ def number_rows(
     from .kernels.parallel import number_rows_kernel
 
     block = min(1024, power_of_two(tokens))
-    number_rows_kernel[(ranks,)](
+    number_rows_kernel[(ranks, max(1, -(-tokens // block)))](
         ids, places, counts, delta, tokens, local, ranks, K=top_k, BK=1 << (top_k - 1).bit_length(), BLOCK=block,
-        PEERS=delta is not None, num_warps=min(16, max(4, block // 64)), **overlap(ids.device),
+        PEERS=delta is not None, num_warps=8, **overlap(ids.device),
     )  # fmt: skip
     return places
 

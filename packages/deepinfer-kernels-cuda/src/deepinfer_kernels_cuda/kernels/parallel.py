@@ -54,31 +54,43 @@ def segment(counts, rank, me, ranks, first, apart, own, COUNTED: tl.constexpr, B
     return start
 
 
+@triton.jit
+def goes_there(ids, token, tokens, low, local, K: tl.constexpr, BK: tl.constexpr):
+    """1 for each token that has an expert among the `local` ones from `low` on."""
+    k = tl.arange(0, BK)
+    expert = tl.load(ids + token[:, None] * K + k[None, :], mask=(token < tokens)[:, None] & (k < K)[None, :], other=-1)
+    return tl.max(((expert >= low) & (expert < low + local)).to(tl.int32), 1)
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def number_rows_kernel(
     ids, places, counts, delta, tokens, local, ranks, K: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr,
     PEERS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """places[t, r]: how many tokens before t go to rank r too, -1 where t does not; their number to counts[r] (at every peer)."""
+    """places[t, r]: how many tokens before t go to rank r too, -1 where t does not; their number to counts[r] (at every peer).
+
+    A program has a block of tokens and counts those of all blocks before: no program waits for another.
+    """
     begin(PDL)
-    rank = tl.program_id(0)
+    rank, chunk = tl.program_id(0), tl.program_id(1)
     low = rank * local
-    k = tl.arange(0, BK)
-    count = tl.zeros([], tl.int32)
-    for start in range(0, tokens, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        inside = token < tokens
-        expert = tl.load(ids + token[:, None] * K + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=-1)
-        wanted = tl.max(((expert >= low) & (expert < low + local)).to(tl.int32), 1)
-        place = count + tl.cumsum(wanted, 0) - wanted
-        tl.store(places + token * ranks + rank, tl.where(wanted > 0, place, -1), mask=inside)
+    inside = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, chunk * BLOCK, BLOCK):
+        before += goes_there(ids, start + inside, tokens, low, local, K, BK)
+    token = chunk * BLOCK + inside
+    wanted = goes_there(ids, token, tokens, low, local, K, BK)
+    count = tl.sum(before, 0)
+    place = count + tl.cumsum(wanted, 0) - wanted
+    tl.store(places + token * ranks + rank, tl.where(wanted > 0, place, -1), mask=token < tokens)
+    if chunk == tl.num_programs(1) - 1:
         count += tl.sum(wanted, 0)
-    if PEERS:
-        for peer in range(ranks):
-            there = (counts.to(tl.int64) + tl.load(delta + peer)).to(counts.dtype)
-            tl.store(there + rank, count)
-    else:
-        tl.store(counts + rank, count)
+        if PEERS:
+            for peer in range(ranks):
+                there = (counts.to(tl.int64) + tl.load(delta + peer)).to(counts.dtype)
+                tl.store(there + rank, count)
+        else:
+            tl.store(counts + rank, count)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
