@@ -219,7 +219,7 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         "ids=*i64 pairs=i32 order=*i32 offsets=*i32 experts=i32", {"BLOCK": 512}),
     KernelSpec("number_rows", "kernels.parallel:number_rows_kernel",
         "ids=*i64 places=*i32 counts=*i32 delta=*i64 tokens=i32 local=i32 ranks=i32",
-        {"K": 6, "BK": 8, "BLOCK": 1024, "PEERS": True}, options={"num_warps": 8}),
+        {"K": 6, "BK": 8, "BLOCK": 512, "PEERS": True}, options={"num_warps": 16}),
     KernelSpec("send_rows", "kernels.parallel:send_rows_kernel", _SEND_ROWS,
         {"K": 6, "BK": 8, "BR": 2, "BLOCK": 1024, "COUNTED": 2, "PADDED": False, "PEERS": True},
         divisible=("width", "x_stride", "out_stride")),
