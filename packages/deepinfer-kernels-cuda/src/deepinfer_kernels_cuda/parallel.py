@@ -40,7 +40,8 @@ class DispatchHandle:
 class Dispatched:
     """Rows that arrived: x [m, d], local expert ids int64 [m, k] (-1 where another rank owns it), weights float32 [m, k].
 
-    Rows of x may lie further apart than d. With `most`, m is ranks * most whatever arrived; the ids of an absent row are all -1, its x is anything.
+    Rows of x may lie further apart than d. With `most`, m is ranks * most whatever arrived; the ids of an absent row are all -1,
+    its x is anything.
     """
 
     x: torch.Tensor

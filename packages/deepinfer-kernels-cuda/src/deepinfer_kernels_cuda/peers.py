@@ -67,9 +67,10 @@ def _blocked(device: torch.device, identities: list[str]) -> str | None:
     """Why a device that is visible here cannot be reached from `device`, or None."""
     if len(set(identities)) < len(identities) and os.environ.get(_OVERLAPPING) != "1":
         return f"several ranks use one GPU, which torch allows for tests only ({_OVERLAPPING}=1)"
+    here = device.index if device.index is not None else torch.cuda.current_device()
     for index in range(torch.cuda.device_count()):
         other = str(torch.cuda.get_device_properties(index).uuid)
-        if index != device.index and other in identities and not torch.cuda.can_device_access_peer(device, index):
+        if index != here and other in identities and not torch.cuda.can_device_access_peer(here, index):
             return f"{device} cannot reach the memory of cuda:{index}"
     return None
 
