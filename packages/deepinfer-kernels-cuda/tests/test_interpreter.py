@@ -1,4 +1,4 @@
-"""Numerics without a GPU: `test_numerics.py` again, in a process where Triton interprets its kernels on the CPU."""
+"""Numerics without a GPU: tests again, in a process where Triton interprets its kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreting")
-def test_numerics_in_the_interpreter() -> None:
-    target = Path(__file__).with_name("test_numerics.py")
+@pytest.mark.parametrize("name", ["test_numerics.py", "test_parallel_rows.py"])
+def test_numerics_in_the_interpreter(name) -> None:
+    target = Path(__file__).with_name(name)
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(target)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

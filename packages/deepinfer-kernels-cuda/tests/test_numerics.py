@@ -262,23 +262,6 @@ def test_latent_insert_is_a_norm_and_an_insert(fmt, n, q, t) -> None:
     assert (latent - kernels.rms_norm(both[:, :q], q_weight, 1e-6)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("tokens", "ranks", "width"), [(5, 2, 96), (3, 4, 1100), (1, 1, 8)])
-def test_rows_that_came_back_are_summed_by_place(tokens, ranks, width) -> None:
-    from deepinfer_kernels_cuda.parallel import sum_placed
-
-    wanted = torch.rand(ranks, tokens, device=DEVICE) < 0.6
-    wanted[0, 0] = True
-    order = (wanted.flatten().cumsum(0) - 1).view_as(wanted)
-    places = torch.where(wanted, order, -1).t().contiguous().int()
-    rows = rand(int(wanted.sum()), width)
-    want = torch.zeros(tokens, width, dtype=torch.float64, device=DEVICE)
-    for rank, token in wanted.nonzero().tolist():
-        want[token] += rows[order[rank, token]].double()
-    # A few float32 additions of values of size 1.
-    assert (sum_placed(rows, places) - want).abs().max() < 1e-6
-    assert (sum_placed(rows, places)[~wanted.any(0)] == 0).all()
-
-
 @pytest.mark.parametrize("pairs", [5, 3000, 20000])
 def test_pairs_are_grouped_in_order(pairs) -> None:
     from deepinfer_kernels_cuda.experts import group_pairs

@@ -1,68 +1,107 @@
-"""Expert parallelism with two and three gloo ranks equals one rank that owns everything."""
+"""Expert parallelism of several ranks equals one rank with everything: gloo here, direct writes on a GPU, NCCL on two."""
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import torch.multiprocessing as mp  # noqa: E402
-from deepinfer_kernels_cuda.errors import ArgumentError  # noqa: E402
+from deepinfer_kernels_cuda import peers  # noqa: E402
+from deepinfer_kernels_cuda.errors import ArgumentError, UnsupportedDeviceError  # noqa: E402
 from deepinfer_kernels_cuda.parallel import ExpertParallel  # noqa: E402
+from deepinfer_kernels_cuda.peers import PeerParallel  # noqa: E402
 
 EXPERTS, TOP_K, WIDTH = 6, 2, 8
 
 
-def inputs(rank: int):
-    """Tokens of one rank: uneven counts, rank 1 has none, some ids are -1, expert 5 is never used."""
-    generator = torch.Generator().manual_seed(rank)
-    tokens = (7, 0, 4)[rank]
+def inputs(rank: int, kind: int, device):
+    """Tokens of one rank: uneven counts, of kind 0 rank 1 has none, some ids are -1, expert 5 is never used."""
+    generator = torch.Generator().manual_seed(10 * kind + rank)
+    tokens = ((7, 0, 4), (1, 6, 0), (0, 0, 0))[kind][rank]
     x = torch.randn(tokens, WIDTH, generator=generator)
     ids = torch.rand(tokens, EXPERTS - 1, generator=generator).topk(TOP_K).indices
     if tokens:
         ids[0] = -1
-        ids[1, 0] = -1
-    return x, ids, torch.rand(tokens, TOP_K, generator=generator)
+        ids[1:2, 0] = -1
+    return x.to(device), ids.to(device), torch.rand(tokens, TOP_K, generator=generator).to(device)
 
 
 def apply_experts(x, ids, weights, first: int):
     """Expert e multiplies by a fixed matrix of its own."""
-    out = torch.zeros_like(x)
-    for column in range(ids.shape[1]):
-        for row in range(ids.shape[0]):
-            if ids[row, column] >= 0:
-                generator = torch.Generator().manual_seed(100 + first + int(ids[row, column]))
-                matrix = torch.randn(WIDTH, WIDTH, generator=generator)
-                out[row] += weights[row, column] * (x[row] @ matrix)
+    out = torch.zeros(x.shape)
+    x, ids, weights = x.cpu(), ids.cpu(), weights.cpu()
+    for row, column in (ids >= 0).nonzero().tolist():
+        generator = torch.Generator().manual_seed(100 + first + int(ids[row, column]))
+        out[row] += weights[row, column] * (x[row] @ torch.randn(WIDTH, WIDTH, generator=generator))
     return out
 
 
-def worker(rank: int, size: int, port: int) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    try:
+def worker(rank: int, kind: str, size: int, port: int) -> None:
+    device = torch.device("cpu") if kind == "gloo" else torch.device("cuda", rank % torch.cuda.device_count())
+    if kind != "gloo":
+        torch.cuda.set_device(device)
+    backend = "gloo" if kind == "gloo" or torch.cuda.device_count() < size else "nccl"
+    torch.distributed.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    if kind == "peers":
+        parallel = PeerParallel(EXPERTS, max_tokens=9, hidden=WIDTH, top_k=TOP_K, device=device, dtype=torch.float32)
+        assert peers.peer_reason(device) is None
+    else:
         parallel = ExpertParallel(EXPERTS)
-        x, ids, weights = inputs(rank)
-        for _ in range(2):  # twice: nothing is left over from the first exchange
-            got = parallel.dispatch(x, ids, weights)
-            assert ((got.ids >= -1) & (got.ids < parallel.local)).all()
+        if kind == "gloo":
+            assert "is no CUDA device" in str(peers.peer_reason(device))
+            with pytest.raises(UnsupportedDeviceError, match="rank 0: cpu is no CUDA device"):
+                PeerParallel(EXPERTS, max_tokens=9, hidden=WIDTH, top_k=TOP_K, device=device)
+    # Again and again: nothing is left over from an exchange before.
+    for case, most in ((0, None), (1, None), (0, 7), (2, None), (1, 9), (2, 9), (0, 9), (0, None), (2, 0)):
+        x, ids, weights = inputs(rank, case, device)
+        got = parallel.dispatch(x, ids, weights, most=most)
+        assert ((got.ids >= -1) & (got.ids < parallel.local)).all()
+        if most is None:
             assert (got.ids >= 0).any(-1).all(), "a row arrived at a rank that owns none of its experts"
-            y = parallel.combine(apply_experts(got.x, got.ids, got.weights, parallel.first), got.handle)
-            want = apply_experts(x, ids, weights, 0)
-            assert torch.allclose(y, want, atol=1e-5), (rank, (y - want).abs().max())
-            if x.shape[0]:
-                assert (y[0] == 0).all()
-    finally:
-        torch.distributed.destroy_process_group()
+        else:
+            assert len(got.x) == size * most
+        y = parallel.combine(apply_experts(got.x, got.ids, got.weights, parallel.first).to(device), got.handle)
+        want = apply_experts(x, ids, weights, 0)
+        assert torch.allclose(y.cpu(), want, atol=1e-5), (rank, case, most)
+        assert (y[:1] == 0).all()
+    torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_agree_with_one(size) -> None:
+@pytest.mark.parametrize(("kind", "size"), [("gloo", 2), ("gloo", 3), ("nccl", 2), ("peers", 2)])
+def test_ranks_agree_with_one(kind, size) -> None:
+    needed = {"gloo": 0, "nccl": size, "peers": 1}[kind]
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs; {needed} are needed")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.start_processes(worker, args=(size, port), nprocs=size, start_method="fork")
+    if kind == "gloo":
+        mp.start_processes(worker, args=(kind, size, port), nprocs=size, start_method="fork")
+    else:
+        run_processes(kind, size, port)
+
+
+def run_processes(kind: str, size: int, port: int) -> None:
+    """As programs of their own, which CUDA wants."""
+    environment = os.environ | {
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # one GPU will do
+    }
+    commands = [[sys.executable, __file__, str(rank), kind, str(size), str(port)] for rank in range(size)]
+    ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors)[-4000:]
 
 
 def test_experts_must_divide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +109,17 @@ def test_experts_must_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
     with pytest.raises(ArgumentError, match="6 experts do not divide among 4 ranks"):
         ExpertParallel(6)
+
+
+def test_more_tokens_than_promised_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    x, ids, weights = torch.zeros(5, 8), torch.zeros(5, 2, dtype=torch.int64), torch.zeros(5, 2)
+    with pytest.raises(ArgumentError, match="x has 5 tokens; allowed: up to most, 4"):
+        ExpertParallel(6).dispatch(x, ids, weights, most=4)
+    with pytest.raises(ArgumentError, match=r"ids has dtype torch\.int32; allowed: torch\.int64"):
+        ExpertParallel(6).dispatch(x, ids.int(), weights)
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .microscaled import MxLinear, dequantize, mx_linear
     from .output import engram_gate, engram_update, grouped_output
     from .parallel import ExpertParallel
+    from .peers import PeerParallel, peer_reason
     from .providers import MeasuredChoice, find_library
     from .records import (
         kv_gather,
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "ExpertParallel": "parallel",
+    "PeerParallel": "peers",
+    "peer_reason": "peers",
     "MeasuredChoice": "providers",
     "find_library": "providers",
     "sparse_mla_decode": "attention",
@@ -151,6 +154,7 @@ __all__ = [
     "MxLinear",
     "MxWeights",
     "PackedExperts",
+    "PeerParallel",
     "RecordFormat",
     "UnsupportedDeviceError",
     "Verification",
@@ -196,6 +200,7 @@ __all__ = [
     "norm_rope_insert",
     "pack_sm90",
     "paged_gqa",
+    "peer_reason",
     "pool_groups",
     "prepare_experts",
     "rms_norm",

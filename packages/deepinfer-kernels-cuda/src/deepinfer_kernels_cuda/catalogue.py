@@ -96,6 +96,11 @@ _INSERT = (
     "x=*bf16 stride=i32 weight=*bf16 eps=fp32 cos=*fp32 sin=*fp32 table_stride=i32 slots=*i64 pool=*u8 stride_page=i64 "
     "stride_row=i64 rows=i32"
 )
+_SEND_ROWS = (
+    "x=*i32 ids=*i64 weights=*fp32 places=*i32 counts=*i32 out=*i32 out_ids=*i64 out_weights=*fp32 delta=*i64 "
+    "tokens=i32 width=i32 x_stride=i32 out_stride=i32 ids_stride=i32 weights_stride=i32 local=i32 ranks=i32 me=i32 "
+    "begin_rank=i32 end_rank=i32 skip=i32 first=i32 apart=i32 own_rows=i32"
+)
 _MHC_STREAM = (
     "streams=*bf16 output=*bf16 post=*fp32 comb=*fp32 pre=*fp32 fn=*bf16 new_streams=*bf16 out=*bf16 part=*fp32 squares=*fp32 "
     "tokens=i32 d=i32 spans=i32 tiles=i32"
@@ -212,8 +217,23 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         divisible=("K",), min_mma=1),
     KernelSpec("group_pairs", "kernels.mx_gemm:group_pairs_kernel",
         "ids=*i64 pairs=i32 order=*i32 offsets=*i32 experts=i32", {"BLOCK": 512}),
-    KernelSpec("sum_placed", "kernels.parallel:sum_placed_kernel",
-        "rows=*bf16 places=*i32 out=*bf16 ranks=i32 width=i32", {"BLOCK": 1024}, divisible=("width",)),
+    KernelSpec("number_rows", "kernels.parallel:number_rows_kernel",
+        "ids=*i64 places=*i32 counts=*i32 delta=*i64 tokens=i32 local=i32 ranks=i32",
+        {"K": 6, "BK": 8, "BLOCK": 512, "PEERS": True}, options={"num_warps": 16}),
+    KernelSpec("send_rows", "kernels.parallel:send_rows_kernel", _SEND_ROWS,
+        {"K": 6, "BK": 8, "BR": 2, "BLOCK": 1024, "COUNTED": 2, "PADDED": False, "PEERS": True},
+        divisible=("width", "x_stride", "out_stride")),
+    KernelSpec("send_rows_padded", "kernels.parallel:send_rows_kernel", _SEND_ROWS,
+        {"K": 6, "BK": 8, "BR": 2, "BLOCK": 1024, "COUNTED": 0, "PADDED": True, "PEERS": False},
+        divisible=("width", "x_stride")),
+    KernelSpec("return_rows", "kernels.parallel:return_rows_kernel",
+        "y=*i32 ids=*i64 counts=*i32 back=*i32 delta=*i64 width=i32 y_stride=i32 ranks=i32 me=i32 capacity=i32 "
+        "most=i32",
+        {"K": 6, "BK": 8, "BR": 2, "BLOCK": 1024, "PADDED": True}, divisible=("width", "y_stride")),
+    KernelSpec("sum_rows", "kernels.parallel:sum_rows_kernel",
+        "y=*bf16 back=*bf16 places=*i32 counts=*i32 out=*bf16 width=i32 y_stride=i32 ranks=i32 me=i32 here=i32 first=i32 "
+        "apart=i32",
+        {"BR": 2, "BLOCK": 1024, "COUNTED": 1}, divisible=("width", "y_stride")),
     KernelSpec("combine", "kernels.mx_gemm:combine_kernel",
         "parts=*bf16 ids=*i64 shared=*bf16 out=*bf16 out_stride=i32 width=i32",
         {"TOP_K": 6, "HAS_SHARED": True, "BLOCK": 1024}, divisible=("width",)),

@@ -2,19 +2,19 @@
 
 Every rank owns a contiguous range of experts. A token is sent once to each rank that owns at least one of its experts, with its
 ids and weights; none is dropped. Rows arrive ordered by (source rank, token), partial sums are added in the order of ranks: the
-result does not depend on timing. Works with any backend that has `all_to_all_single` (NCCL on GPUs, gloo on CPUs).
+result does not depend on timing. Works over NCCL on GPUs and gloo on CPUs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .capability import interpreting
-from .checks import require, require_dims, require_dtype
-from .overlap import overlap
+from .checks import require, require_dims, require_dtype, require_inner
+from .parallel_rows import HostCounts, Segments, Target, number_rows, send_rows, sum_rows
 
 
 @dataclass(frozen=True)
@@ -22,24 +22,50 @@ class DispatchHandle:
     """What `combine` needs to send sums back.
 
     Attributes:
-        places: int32 [t, ranks], where each token's row is among those that this rank sent; -1 where none went to a rank.
+        places: int32 [t, ranks], the row of each token among those that this rank sent to a rank; -1 where it did not go there.
+        counts: int32 [ranks] of `sent` on the device; None where every rank has `most` rows.
         sent: Rows sent to each rank.
         received: Rows received from each rank.
+        most: Rows of every rank's part, absent ones included; None where only rows that exist travel.
     """
 
     places: torch.Tensor
+    counts: torch.Tensor | None
     sent: list[int]
     received: list[int]
+    most: int | None = None
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows that arrived: x [m, d], local expert ids int64 [m, k] (-1 where another rank owns it), weights float32 [m, k]."""
+    """Rows that arrived: x [m, d], local expert ids int64 [m, k] (-1 where another rank owns it), weights float32 [m, k].
+
+    Rows of x may lie further apart than d. With `most`, m is ranks * most whatever arrived; the ids of an absent row are all -1,
+    its x is anything.
+    """
 
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    handle: DispatchHandle
+    handle: Any
+
+
+def check_tokens(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int | None) -> None:
+    """Refuse what `dispatch` cannot send.
+
+    Raises:
+        ArgumentError: Shapes or dtypes.
+    """
+    require_dims("x", x, 2)
+    require_inner("x", x)
+    require_dims("ids", ids, 2)
+    require_dtype("ids", ids, torch.int64)
+    require_dtype("weights", weights, torch.float32)
+    require(
+        ids.shape == weights.shape and ids.shape[0] == x.shape[0],
+        f"ids {tuple(ids.shape)} do not fit x {tuple(x.shape)}",
+    )
+    require(most is None or x.shape[0] <= most, f"x has {x.shape[0]} tokens; allowed: up to most, {most}")
 
 
 class ExpertParallel:
@@ -60,40 +86,82 @@ class ExpertParallel:
         require(experts % self.size == 0, f"{experts} experts do not divide among {self.size} ranks")
         self.local = experts // self.size
         self.first = self.rank * self.local
+        self._host: HostCounts | None = None
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
+    def dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, most: int | None = None
+    ) -> Dispatched:
         """Send tokens to the owners of their experts; a collective call.
 
         Args:
             x: [t, d]; t may differ by rank and may be 0.
             ids: int64 [t, k] expert ids, -1 = none.
             weights: float32 [t, k].
+            most: No rank has more tokens than this; the same on all. Then nothing is read back to the host, shapes depend on
+                `most` alone, and a CUDA graph can hold the call: for decoding.
         """
-        require_dims("x", x, 2)
-        require_dtype("weights", weights, torch.float32)
-        require(
-            ids.shape == weights.shape and ids.shape[0] == x.shape[0],
-            f"ids {tuple(ids.shape)} do not fit x {tuple(x.shape)}",
-        )
-        owner = torch.where(ids >= 0, ids // self.local, -1)
-        ranks = torch.arange(self.size, device=ids.device)
-        wanted = (owner[None] == ranks[:, None, None]).any(-1)  # [ranks, t]
-        sent = wanted.sum(1)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        sent_list, received_list = torch.stack((sent, received)).tolist()  # the only wait for the device
-        destination, rows = torch.nonzero_static(wanted, size=sum(sent_list)).unbind(1)
+        check_tokens(x, ids, weights, most)
+        ids, weights = ids.contiguous(), weights.contiguous()
+        return self._compact(x, ids, weights) if most is None else self._padded(x, ids, weights, most)
 
-        local_ids = ids[rows] - (destination * self.local)[:, None]
-        owned = (owner[rows] == destination[:, None]) & (ids[rows] >= 0)
-        local_ids = torch.where(owned, local_ids, -1)
-        there = self._exchange(x[rows], sent_list, received_list)
-        both = torch.cat((local_ids.int(), weights[rows].view(torch.int32)), 1)
-        both_ids, both_weights = self._exchange(both, sent_list, received_list).chunk(2, 1)
-        order = wanted.flatten().cumsum(0, dtype=torch.int32).view_as(wanted) - 1
-        places = torch.where(wanted, order, -1).t().contiguous()
-        handle = DispatchHandle(places, sent_list, received_list)
-        return Dispatched(there, both_ids.long(), both_weights.contiguous().view(torch.float32), handle)
+    def _compact(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
+        """Sizes first, then the rows, each with its ids and weights behind it; own rows are packed while the others travel."""
+        (tokens, top_k), peers = ids.shape, self.size - 1
+        counts = torch.empty(2, self.size, dtype=torch.int32, device=x.device)  # sent, received
+        places = number_rows(ids, self.local, self.size, counts[0])
+        dist.all_to_all_single(counts[1], counts[0], group=self.group)
+        self._host = self._host or HostCounts((2, self.size), x.device)
+        self._host.mark()
+        leaving, packed = joined_rows(tokens * min(peers, top_k), x, top_k)
+        me, segments = range(self.rank, self.rank + 1), Segments(counts=counts[0])
+        send_rows(
+            x, ids, weights, places, packed, segments, me=self.rank, local=self.local, to=range(self.size),
+            without=self.rank,
+        )  # fmt: skip
+        sent, received = self._host.fetch(counts)  # the only wait for the device, while rows are packed
+        arrived, rows = joined_rows(sum(received), x, top_k)
+        travels = self._exchange(self._others(leaving, sent, packed=True), self._others(arrived, received), wait=False)
+        mine = slice(sum(received[: self.rank]), sum(received[: self.rank + 1]))
+        own = Target(rows.x[mine], rows.ids[mine], rows.weights[mine])
+        send_rows(x, ids, weights, places, own, Segments(), me=self.rank, local=self.local, to=me)
+        _wait(travels)
+        handle = DispatchHandle(places, counts[0], sent, received)
+        return Dispatched(rows.x, rows.ids.contiguous(), rows.weights.contiguous(), handle)
+
+    def _others(self, rows: torch.Tensor, counts: list[int], *, packed: bool = False) -> list[torch.Tensor]:
+        """The segments of all ranks; none for this one, which takes no room where they are `packed`."""
+        parts, begin = [], 0
+        for rank, count in enumerate(counts):
+            mine = rank == self.rank
+            parts.append(rows[begin : begin + (0 if mine else count)])
+            begin += 0 if mine and packed else count
+        return parts
+
+    def _exchange(self, leaving: list[torch.Tensor], arriving: list[torch.Tensor], *, wait: bool = True) -> list[Any]:
+        """Send one piece to each rank and receive one from each; without `wait`, what is returned must be waited for."""
+        if self.size == 1:
+            return []
+        if leaving[0].is_cuda:
+            work = dist.all_to_all(arriving, leaving, group=self.group, async_op=not wait)
+            return [] if work is None else [work]
+        pairs = [(dist.isend, piece, rank) for rank, piece in enumerate(leaving) if len(piece)]
+        pairs += [(dist.irecv, piece, rank) for rank, piece in enumerate(arriving) if len(piece)]
+        ops = [dist.P2POp(call, piece, group=self.group, group_peer=rank) for call, piece, rank in pairs]
+        _wait(dist.batch_isend_irecv(ops) if ops else [])
+        return []
+
+    def _padded(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most: int) -> Dispatched:
+        """One exchange of parts of equal size; own rows are written among those that arrive at once."""
+        rows, sizes = self.size * most, [most] * self.size
+        both, packed = joined_rows(2 * rows, x, ids.shape[1])  # what leaves, what arrives
+        places = torch.empty(len(x), self.size, dtype=torch.int32, device=x.device)
+        send_rows(
+            x, ids, weights, places, packed, Segments(apart=most, own=rows), me=self.rank, local=self.local,
+            to=range(self.size), padded=most,
+        )  # fmt: skip
+        self._exchange(self._others(both[:rows], sizes), self._others(both[rows:], sizes))
+        handle = DispatchHandle(places, None, sizes, sizes, most)
+        return Dispatched(packed.x[rows:], packed.ids[rows:].contiguous(), packed.weights[rows:].contiguous(), handle)
 
     def combine(self, y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         """Return the partial sums and add them, float32, in the order of ranks; a collective call.
@@ -105,39 +173,27 @@ class ExpertParallel:
         Returns:
             [t, d] in y's dtype; a token without any expert gets zeros.
         """
-        require(y.shape[0] == sum(handle.received), f"y has {y.shape[0]} rows; {sum(handle.received)} arrived")
-        back = self._exchange(y.contiguous(), handle.received, handle.sent)
-        return sum_placed(back, handle.places)
+        arrived, mine = sum(handle.received), sum(handle.received[: self.rank])
+        require(y.shape[0] == arrived, f"y has {y.shape[0]} rows; {arrived} arrived")
+        y = y.contiguous()
+        padded = handle.most is not None
+        back = y.new_empty(sum(handle.sent) - (0 if padded else handle.sent[self.rank]), y.shape[1])
+        self._exchange(self._others(y, handle.received), self._others(back, handle.sent, packed=not padded))
+        segments = Segments(apart=handle.most) if handle.most is not None else Segments(counts=handle.counts)
+        return sum_rows(y, back, handle.places, segments, me=self.rank, here=mine)
 
-    def _exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        out = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
-        return out
+
+def joined_rows(count: int, x: torch.Tensor, top_k: int) -> tuple[torch.Tensor, Target]:
+    """Room for rows like those of x, ids and weights behind each: as bytes [count, b], and as what they are."""
+    size = x.shape[1] * x.element_size()
+    ids = -(-size // 8) * 8
+    weights = ids + 8 * top_k
+    length = -(-(weights + 4 * top_k) // 64) * 64  # kernels take strides of 64 bytes for aligned
+    joined = torch.empty(count, length, dtype=torch.uint8, device=x.device)
+    views = joined[:, :size].view(x.dtype), joined[:, ids:weights].view(torch.int64)
+    return joined, Target(*views, joined[:, weights : weights + 4 * top_k].view(torch.float32))
 
 
-def sum_placed(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """What came back, added for each token: float32 sums in the order of ranks, each rounded once.
-
-    Args:
-        rows: [n, d], contiguous.
-        places: int32 [t, ranks], contiguous; -1 = none.
-
-    Returns:
-        [t, d] in the dtype of rows.
-    """
-    tokens, width = len(places), rows.shape[1]
-    if not tokens or not len(rows):
-        return rows.new_zeros(tokens, width)
-    if rows.device.type != "cuda" and not interpreting():
-        total = torch.zeros(tokens, width, device=rows.device)
-        for place in places.t().long():
-            total += torch.where((place >= 0)[:, None], rows[place.clamp(min=0)].float(), 0)
-        return total.to(rows.dtype)
-    from .kernels.parallel import sum_placed_kernel
-
-    out = rows.new_empty(tokens, width)
-    block = min(1024, 1 << (width - 1).bit_length())
-    sum_placed_kernel[(tokens, -(-width // block))](
-        rows, places, out, places.shape[1], width, BLOCK=block, num_warps=4, **overlap(rows.device)
-    )
-    return out
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
