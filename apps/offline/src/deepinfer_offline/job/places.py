@@ -30,9 +30,8 @@ def check_places(options: JobOptions) -> None:
     for i, (name, path) in enumerate(named):
         for other, second in named[i + 1 :]:
             if _same(path, second):
-                raise JobError(
-                    f"{name} and {other} are the same file, {path}; choose another {other.removeprefix('the ')}"
-                )
+                way_out = "OUTPUT" if other.startswith("OUTPUT") else other.removeprefix("the ")
+                raise JobError(f"{name} and {other} are the same file, {path}; choose another {way_out}")
 
 
 def _check_writable(path: Path, name: str) -> None:
