@@ -84,7 +84,7 @@ def test_a_link_to_output_is_checked_and_locked_as_the_file_it_names(run, tmp_pa
         (tmp_path / "lk" / name).write_text(content)
         (tmp_path / "lkout").unlink(missing_ok=True)
         (tmp_path / "lkout").symlink_to("lk/res")
-        with pytest.raises(JobError, match=rf"are the same file, .*{name}"):
+        with pytest.raises(JobError, match=rf"are the same file, .*{name}; choose another OUTPUT$"):
             run(str(tmp_path / "lk" / name), output=tmp_path / "lkout")
         assert (tmp_path / "lk" / name).read_text() == content
         (tmp_path / "lk" / name).unlink()
