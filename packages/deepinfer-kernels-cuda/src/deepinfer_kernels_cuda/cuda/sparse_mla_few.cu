@@ -27,11 +27,11 @@ struct Shared {
         float logits[PARTS][HEADS][LOGIT_ROW];
         struct {
             u8 slices[SIZE * SLOTS * HEADS * 64];
-            float4 headers[SIZE * SLOTS * HEADS];  // maximum, sum, factor of a slice
+            float factors[SIZE * SLOTS * HEADS];
         } from;
     };
     float bias[KEYS];
-    float2 stats[HEADS];
+    float2 stats[SIZE][HEADS];  // of the cluster's blocks: maximum, sum
     float change[HEADS];  // of the maximum, as a factor
     u64 received;
 };
@@ -123,15 +123,33 @@ __device__ __forceinline__ void decode(const Codes& c, bool window, int j, u32 f
     }
 }
 
+#ifndef HOLD
+#define HOLD 0
+#endif
+// A warp's quarter of the queries as operands.
+struct Queries {
+    uint4 of[HOLD ? 4 : 1][HEADS / 8];
+
+    __device__ __forceinline__ void load(Shared& s, int part, int lane) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int n = 0; n < HEADS / 8; ++n) if (HOLD) of[j][n] = at(s, j, n, part, lane);
+    }
+    __device__ __forceinline__ static uint4 at(Shared& s, int j, int n, int part, int lane) {
+        return load_shared4(shared_address(s.query) + n * 8192 + (lane >> 2) * 1024 + (((16 * part + 4 * j + (lane & 3)) ^ swizzle(lane >> 2)) << 4));
+    }
+};
+
 // A tile's quarter of the channels: rows to shared memory, part of the logits.
-__device__ __forceinline__ void multiply_tile(Shared& s, const Codes (&codes)[2], const int (&slot)[2], bool window, int buffer, int tile, int part, int lane) {
+__device__ __forceinline__ void multiply_tile(Shared& s, const Queries& queries, const Codes (&codes)[2], const int (&slot)[2], bool window, int buffer, int tile, int part, int lane) {
     const int row = lane >> 2, quad = lane & 3;
     u32 f0[2], f1[2];
     factors(codes[0], window, slot[0] >= 0, f0), factors(codes[1], window, slot[1] >= 0, f1);
     float c[HEADS / 8][4];
 #pragma unroll
     for (int n = 0; n < HEADS / 8; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.0f;
-    const u32 target = shared_address(s.keys[buffer]) + (16 * tile + row) * 1024, query = shared_address(s.query) + row * 1024;
+    const u32 target = shared_address(s.keys[buffer]) + (16 * tile + row) * 1024;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         u32 x[4], y[4];
@@ -141,7 +159,7 @@ __device__ __forceinline__ void multiply_tile(Shared& s, const Codes (&codes)[2]
         store_shared4(target + 8192 + chunk, y[0], y[1], y[2], y[3]);
 #pragma unroll
         for (int n = 0; n < HEADS / 8; ++n) {
-            const uint4 b = load_shared4(query + n * 8192 + chunk);
+            const uint4 b = HOLD ? queries.of[HOLD ? j : 0][n] : Queries::at(s, j, n, part, lane);
             multiply_16816(c[n], x[0], y[0], x[1], y[1], b.x, b.y);
             multiply_16816(c[n], x[2], y[2], x[3], y[3], b.z, b.w);
         }
@@ -158,39 +176,45 @@ __device__ __forceinline__ void multiply_tile(Shared& s, const Codes (&codes)[2]
     }
 }
 
-// A warp's head: logits to probabilities.
-__device__ __forceinline__ void probabilities(Shared& s, int head, int pass, int keys, float scale, int lane) {
+__device__ __forceinline__ float warp_max(float x) {  // as integers of the same order
+    const int bits = __float_as_int(x), high = __reduce_max_sync(~0u, bits ^ (bits >> 31 & 0x7fffffff));
+    return __int_as_float(high ^ (high >> 31 & 0x7fffffff));
+}
+
+// A warp's heads: what it has of them so far; a lane's part of the sums.
+struct Heads {
+    float top[HEADS / 16], sum[HEADS / 16];
+};
+
+// Logits to probabilities.
+__device__ __forceinline__ void probabilities(Shared& s, Heads& state, int i, int head, int keys, float scale, int lane) {
     constexpr int STEPS = (KEYS + 31) / 32;
-    const float2 before = ROOM > 1 && pass ? s.stats[head] : float2{NEG_INF, 0.0f};
-    float x[STEPS], top = before.x, sum = 0.0f;
+    float x[STEPS], high = state.top[i];
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-        const int key = 32 * i + lane;
-        x[i] = NEG_INF;
+    for (int k = 0; k < STEPS; ++k) {
+        const int key = 32 * k + lane;
+        x[k] = NEG_INF;
         if (key < keys) {
             float all = 0.0f;
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) all += s.logits[p][head][key];
-            x[i] = fmaf(all, scale, s.bias[key]);
+            x[k] = fmaf(all, scale, s.bias[key]);
         }
-        top = fmaxf(top, x[i]);
+        high = fmaxf(high, x[k]);
     }
-#pragma unroll
-    for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-    const float safe = top == NEG_INF ? 0.0f : top;
+    high = warp_max(high);
+    const float safe = high == NEG_INF ? 0.0f : high;
+    const float change = state.top[i] == NEG_INF ? 1.0f : exp2_fast(state.top[i] - high);  // without a key so far: all zeros
     u16* weights = reinterpret_cast<u16*>(weights_of(s) + head * WEIGHT_ROW);
+    if (ROOM > 1 && lane == 0) s.change[head] = change;
+    float sum = state.sum[i] * change;
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-        const float p = exp2_fast(x[i] - safe);
+    for (int k = 0; k < STEPS; ++k) {
+        const float p = exp2_fast(x[k] - safe);
         sum += p;
-        if (32 * i + lane < keys) weights[32 * i + lane] = u16(pack_bf16(p, 0.0f));
+        if (32 * k + lane < keys) weights[32 * k + lane] = u16(pack_bf16(p, 0.0f));
     }
-#pragma unroll
-    for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
-    const float change = before.x == NEG_INF ? 1.0f : exp2_fast(before.x - top);  // without a key so far: all zeros
-    if (ROOM > 1) sum = fmaf(before.y, change, sum);
-    __syncwarp();
-    if (lane == 0) s.stats[head] = float2{top, sum}, s.change[head] = change;
+    state.top[i] = high, state.sum[i] = sum;
 }
 
 // Slice `warp` of the channels, and its way to the block that finishes it.
@@ -232,7 +256,7 @@ __device__ __forceinline__ int first_slice(int rank) { return (SLICES * rank + S
 __device__ __forceinline__ void send(Shared& s, const float (&o)[HEADS / 16][4][4], int rank, int warp, int lane) {
     const int owner = warp * SIZE / SLICES, place = (rank * SLOTS + warp - first_slice(owner)) * HEADS, row = lane >> 2, quad = lane & 3;
     const u32 bar = peer_address(shared_address(&s.received), owner);
-    const u32 slices = peer_address(shared_address(s.from.slices), owner), headers = peer_address(shared_address(s.from.headers), owner);
+    const u32 slices = peer_address(shared_address(s.from.slices), owner), factors = peer_address(shared_address(s.from.factors), owner);
 #pragma unroll
     for (int h = 0; h < HEADS / 16; ++h) {
 #pragma unroll
@@ -249,11 +273,20 @@ __device__ __forceinline__ void send(Shared& s, const float (&o)[HEADS / 16][4][
                         pack_f16(o[h][1][2 * r] * factor, o[h][1][2 * r + 1] * factor),
                         pack_f16(o[h][2][2 * r] * factor, o[h][2][2 * r + 1] * factor),
                         pack_f16(o[h][3][2 * r] * factor, o[h][3][2 * r + 1] * factor), bar);
-            if (quad == 0) {
-                const float2 stats = s.stats[head];
-                send_async4(headers + (place + head) * 16, __float_as_uint(stats.x), __float_as_uint(stats.y), u32(254 - exponent) << 23, 0, bar);
-            }
+            if (quad == 0) send_async(factors + (place + head) * 4, u32(254 - exponent) << 23, bar);
         }
+    }
+}
+
+__device__ __forceinline__ void send_stats(Shared& s, const Heads& state, int rank, int warp, int lane) {
+#pragma unroll
+    for (int i = 0; i < HEADS / 16; ++i) {
+        float sum = state.sum[i];
+#pragma unroll
+        for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+        if (lane < SIZE)
+            send_async2(peer_address(shared_address(&s.stats[rank][16 * i + warp]), lane), __float_as_uint(state.top[i]), __float_as_uint(sum),
+                        peer_address(shared_address(&s.received), lane));
     }
 }
 
@@ -266,21 +299,23 @@ __device__ __forceinline__ void finish(Shared& s, int rank, int heads, const flo
         if (slot >= slots || head >= heads) continue;  // all 16 of a word together
         const u32 together = 0xffffu << (threadIdx.x & 16);
         float top = NEG_INF, total = 0.0f, low = 0.0f, high = 0.0f;
-        float4 header[SIZE];
+        float2 stats[SIZE];
+        float factor[SIZE];
         u32 pair[SIZE];
 #pragma unroll
         for (int p = 0; p < SIZE; ++p) {
             const int place = (p * SLOTS + slot) * HEADS + head;
-            header[p] = s.from.headers[place];
+            stats[p] = s.stats[p][head];
+            factor[p] = s.from.factors[place];
             pair[p] = *reinterpret_cast<const u32*>(s.from.slices + place * 64 + 4 * word);
-            top = fmaxf(top, header[p].x);
+            top = fmaxf(top, stats[p].x);
         }
         const float safe = top == NEG_INF ? 0.0f : top;
 #pragma unroll
         for (int p = 0; p < SIZE; ++p) {
-            const float share = exp2_fast(header[p].x - safe), factor = share * header[p].z;
+            const float share = exp2_fast(stats[p].x - safe), times = share * factor[p];
             const float2 both = unpack_f16(pair[p]);
-            total = fmaf(header[p].y, share, total), low = fmaf(both.x, factor, low), high = fmaf(both.y, factor, high);
+            total = fmaf(stats[p].y, share, total), low = fmaf(both.x, times, low), high = fmaf(both.y, times, high);
         }
         const float norm = total + (sink ? exp2_fast(__ldg(sink + head) * LOG2E - safe) : 0.0f);
         const float scale = total > 0.0f ? __fdividef(TWO_60, norm) : 0.0f;
@@ -324,7 +359,7 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
     if (threadIdx.x == 0) {
         barrier_init(shared_address(&s.received), 1);
         fence_barriers();
-        barrier_expect(shared_address(&s.received), (first_slice(rank + 1) - first_slice(rank)) * SIZE * HEADS * 80);
+        barrier_expect(shared_address(&s.received), (first_slice(rank + 1) - first_slice(rank)) * SIZE * HEADS * 68 + SIZE * HEADS * 8);
     }
     wait_for_kernels();
     STAMP(1);
@@ -364,6 +399,11 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
         for (int n = 0; n < 4; ++n) o[h][n][0] = o[h][n][1] = o[h][n][2] = o[h][n][3] = 0.0f;
     __syncthreads();
     STAMP(3);
+    Heads state;
+#pragma unroll
+    for (int i = 0; i < HEADS / 16; ++i) state.top[i] = NEG_INF, state.sum[i] = 0.0f;
+    Queries queries;
+    queries.load(s, part, lane);
     const int passes = ROOM > 1 ? max(1, (tiles + TILES - 1) / TILES) : 1;
 #pragma unroll 1
     for (int pass = 0; pass <= passes; ++pass) {  // the products with values of one pass beside the logits of the next
@@ -373,8 +413,8 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
         for (int u = 0; u < UNITS; ++u) {
             const int local = group + u * GROUPS, tile = pass * TILES + local;
             if (local < TILES && tile < tiles) {
-                if (tile >= own_extra) multiply_tile(s, codes[u], slot[u], true, ROOM > 1 ? pass & 1 : 0, local, part, lane);
-                else multiply_tile(s, codes[u], slot[u], false, ROOM > 1 ? pass & 1 : 0, local, part, lane);
+                if (tile >= own_extra) multiply_tile(s, queries, codes[u], slot[u], true, ROOM > 1 ? pass & 1 : 0, local, part, lane);
+                else multiply_tile(s, queries, codes[u], slot[u], false, ROOM > 1 ? pass & 1 : 0, local, part, lane);
             }
         }
         if (ROOM > 1) {
@@ -387,7 +427,7 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
         if (warp < 16) {
 #pragma unroll
             for (int h = 0; h < HEADS; h += 16)
-                probabilities(s, h + warp, pass, min(TILES, tiles - pass * TILES) * 16, scale_log2 * TWO_60, lane);
+                probabilities(s, state, h / 16, h + warp, min(TILES, tiles - pass * TILES) * 16, scale_log2 * TWO_60, lane);
         }
         STAMP(6);
         __syncthreads();
@@ -399,6 +439,7 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
         cluster_wait();
         STAMP(9);
         send(s, o, rank, warp, lane);
+        send_stats(s, state, rank, warp, lane);
     } else {
         cluster_wait();
     }
