@@ -1,0 +1,672 @@
+#include "wgmma.cuh"
+// Sparse MLA over quantised records: 512 channels, keys equal values, blocks of up to 64 heads.
+//
+// A cluster shares one (query, block of heads): its blocks take runs of key tiles, send each other slices of their result through
+// distributed shared memory, and each finishes a slice of the channels. Inside a block two producer groups gather and dequantise
+// tiles of 64 keys into two buffers, the next tile's records loading while one is decoded; two consumer groups hold the left and
+// right half of the output. Tiles alternate: the group that owns a tile computes its logits and probabilities and hands these
+// over, and both multiply their half; the next tile's owner queues that tile's logits behind its product.
+//
+// Channel order: within eight channels 0 4 1 5 2 6 3 7, so that a word of codes becomes pairs by shifts and masks. Queries are
+// permuted when they are read, outputs when they are written.
+//
+// Scale: a code's bits, shifted into place, are the value times 2^-126 (e2m1) or 2^-120 (e4m3). One multiplication by the
+// group's scale times 2^66 or 2^60 gives the value times 2^-60, exactly; the softmax scale and the output carry the 2^60.
+
+// Built once for each number of blocks in a cluster: SPLITS is 1, 2, 4 or 8.
+constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = CONSUMERS + 32 * PRODUCERS;
+constexpr int UNITS = 32 / PRODUCERS, ROWS = UNITS / 4;  // 16-byte units that a producer thread has of a step, and records of 288 bytes they are of
+constexpr float TWO_60 = 1152921504606846976.0f, TWO_66 = 73786976294838206464.0f, LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+
+struct Shared {
+    u8 query[TILE_BYTES];    // later: slices of the other blocks' results, where they have sent them; without others, the output
+    u8 keys[2][TILE_BYTES];  // later, in a cluster: the output, on its way out
+    u32 weights[2048];       // probabilities, rows of 128 bytes as an operand
+    float4 peers[SIZE][64];  // of each other block and head: maximum, sum, factor that its slice is to be multiplied by
+    float bias[2][TILE];
+    float top[2][64];
+    float sum[2][64];
+    u64 full[2], empty[2], ready, received;
+};
+struct Records {
+    const u8* pool;
+    const void* slots;
+    i64 stride_page, stride_row, slots_stride;
+    int keys, rows, page, page_shift, slots_are_long;  // page_shift < 0: the page is no power of two
+
+    // A slot as it is stored, in two words of which the second is zero where it fits one; not waited for. -1 without `there` or key.
+    __device__ __forceinline__ int2 slot(i64 query, int key, bool there) const {
+        there = there && key < keys;
+        const u8* at = static_cast<const u8*>(slots) + ((query * slots_stride + (there ? key : 0)) << (2 + slots_are_long));
+        int2 raw{-1, 0};
+        if (there) raw.x = *reinterpret_cast<const int*>(at);
+        if (there && slots_are_long) raw.y = *reinterpret_cast<const int*>(at + 4);
+        return raw;
+    }
+    __device__ __forceinline__ const u8* record(int slot) const {
+        const int number = page_shift < 0 ? slot / page : slot >> page_shift;
+        return pool + number * stride_page + (slot - number * page) * stride_row;
+    }
+};
+
+// Two chunks at once: registers of one are not reused before the other is stored.
+__device__ __forceinline__ void store_chunks(u32 first, u32 second, const u32 (&x)[8]) {
+    asm volatile("st.shared.v4.u32 [%0], {%2, %3, %4, %5};\nst.shared.v4.u32 [%1], {%6, %7, %8, %9};" ::"r"(first), "r"(second),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]), "r"(x[6]), "r"(x[7])
+                 : "memory");
+}
+
+// Sixteen e2m1 codes to two chunks of 16 bytes. A code in the low four bits of each half, times 2^12 + 2^6, has its sign in the
+// half's highest bit and the rest where bfloat16 has its lowest exponent bits and its highest mantissa bit.
+__device__ __forceinline__ void decode_e2m1(u32 w, u32 v, u32 factor, u32 first, u32 second) {
+    u32 x[8];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 low = i ? v : w, high = low >> 8;
+        x[4 * i] = (low & 0x000f000fu) * 0x1040u;
+        x[4 * i + 1] = (low & 0x00f000f0u) * 0x0104u;
+        x[4 * i + 2] = (high & 0x000f000fu) * 0x1040u;
+        x[4 * i + 3] = (high & 0x00f000f0u) * 0x0104u;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = multiply_bf16(x[i] & 0x81c081c0u, factor);
+    store_chunks(first, second, x);
+}
+
+// Sixteen e4m3 codes, likewise.
+__device__ __forceinline__ void decode_e4m3(const uint4& c, u32 factor, u32 first, u32 second) {
+    u32 x[8] = {prmt(c.x, c.y, 0x4000), prmt(c.x, c.y, 0x5010), prmt(c.x, c.y, 0x6020), prmt(c.x, c.y, 0x7030),
+                prmt(c.z, c.w, 0x4000), prmt(c.z, c.w, 0x5010), prmt(c.z, c.w, 0x6020), prmt(c.z, c.w, 0x7030)};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = multiply_bf16(((x[i] >> 4) & 0x07f007f0u) | (x[i] & 0x80008000u), factor);
+    store_chunks(first, second, x);
+}
+
+// What a producer thread holds of one step: units of codes, and their scales.
+struct Piece {
+    uint4 code[UNITS];
+    u32 scale[UNITS];
+};
+struct Slots {
+    int of[ROWS];  // negative: absent
+};
+struct StoredSlots {
+    int2 of[ROWS];
+};
+struct Step {
+    int item, number;  // number: of the item's steps
+};
+
+__device__ __forceinline__ uint4 load_codes(const u8* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
+
+// One of the producer warps; lanes 0..7 hold different rows, so that their stores go to different banks.
+struct Producer {
+    const Records &window, &extra;
+    int items, stride, shift;  // an item is half a query if `shift`, else a query
+    int begin, own_extra, window_begin;  // first tile of the other pool, how many of them this block has; first tile of the window
+    int steps, warp, lane;
+
+    static constexpr int PARTS = PRODUCERS / 4;  // warps that share a row of the window
+
+    // Tiles of the other pool come first and take one step; a tile of the window takes two, of 32 keys.
+    __device__ __forceinline__ bool in_window(int step) const { return step >= own_extra; }
+    __device__ __forceinline__ int half(int step) const { return (step - own_extra) & 1; }
+    __device__ __forceinline__ int tile(int step) const { return in_window(step) ? (step + own_extra) >> 1 : step; }
+    __device__ __forceinline__ int row(int step) const {  // of the first four units; others are 8 rows on, except in the window
+        return (in_window(step) ? half(step) * 32 + warp / PARTS * 8 : warp * 8 * ROWS) + (lane & 7);
+    }
+    __device__ __forceinline__ int first_unit(int step) const { return (lane >> 3) + (in_window(step) ? warp % PARTS * 16 : 0); }
+    __device__ __forceinline__ bool starts_tile(int step) const { return !in_window(step) || half(step) == 0; }
+    __device__ __forceinline__ bool ends_tile(int step) const { return !in_window(step) || half(step) == 1; }
+    __device__ __forceinline__ Step after(const Step& step) const {
+        return step.number + 1 < steps ? Step{step.item, step.number + 1} : Step{step.item + stride, 0};
+    }
+    __device__ __forceinline__ StoredSlots stored_slots(const Step& at) const {
+        const int step = at.number, key = (in_window(step) ? window_begin + tile(step) - own_extra : begin + tile(step)) * TILE + row(step);
+        const i64 query = at.item >> shift;
+        const bool there = at.item < items, in = in_window(step);
+        StoredSlots found;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (in) found.of[r] = window.slot(query, key, there);
+            else found.of[r] = extra.slot(query, key + 8 * r, there);
+        return found;
+    }
+    __device__ __forceinline__ Slots check(const Step& at, const StoredSlots& stored) const {
+        Slots found;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            found.of[r] = stored.of[r].y == 0 && u32(stored.of[r].x) < u32(in_window(at.number) ? window.rows : extra.rows) ? stored.of[r].x : -1;
+        return found;
+    }
+};
+
+// Where a thread's piece of one step lies: four units of codes are 64 bytes apart; a unit's scale is one or both of two bytes, `apart`
+// bytes from the next one's.
+struct Source {
+    const u8 *code[ROWS], *scale[ROWS];
+    int apart;
+
+    __device__ __forceinline__ Source(const Producer& p, int step, const Slots& slots) {
+        const int unit = p.first_unit(step);
+        apart = p.in_window(step) ? 2 : 8;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const u8* record = p.in_window(step) ? p.window.record(slots.of[0]) + 256 * r : p.extra.record(slots.of[r]);
+            code[r] = record + 16 * unit;
+            scale[r] = record + (p.in_window(step) ? 512 - 248 * r + (unit >> 2) * 2 : 256 + 2 * unit);
+        }
+    }
+    __device__ __forceinline__ void load(Piece& piece, int i, const Slots& slots) const {
+        if (slots.of[i >> 2] < 0) return;
+        piece.code[i] = load_codes(code[i >> 2] + 64 * (i & 3));
+        piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale[i >> 2] + apart * (i & 3)));
+    }
+};
+
+// A step's units to shared memory, each followed by the load of the same of the step to come.
+__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int buffer, Piece& piece, Slots& slots, int next, const Slots& coming) {
+    const int swizzle = p.lane & 7, first = p.first_unit(step);
+    const u32 target = shared_address(s.keys[buffer]) + p.row(step) * 128;
+    const Source from(p, next, coming);
+    if (p.in_window(step)) {
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) {
+            const int chunk = (first & 3) * 2;
+            const u32 scale = prmt(piece.scale[i], 0, 0x4440 + ((first >> 1) & 1));
+            const u32 bits = slots.of[0] < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
+            const u32 block = target + ((first >> 2) + i) * BLOCK;
+            decode_e4m3(piece.code[i], factor, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
+            from.load(piece, i, coming);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) {
+            const int chunk = (first & 1) * 4;
+            const float2 scales = unpack_f16(e4m3_halves(slots.of[i >> 2] < 0 ? 0 : piece.scale[i]));
+            const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
+            const u32 block = target + (i >> 2) * 1024 + ((first >> 1) + 2 * (i & 3)) * BLOCK;
+            decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
+            decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4),
+                        block + (((chunk + 3) ^ swizzle) << 4));
+            from.load(piece, i, coming);
+        }
+    }
+    if (p.lane < 8) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (r == 0 || !p.in_window(step)) s.bias[buffer][p.row(step) + 8 * r] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
+    }
+    if (p.ends_tile(step)) {
+        fence_async_shared();
+        __syncwarp();
+        if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer]));
+    }
+    slots = coming;
+}
+
+// Fill the tiles of this block's items, records one step ahead, slots two.
+__device__ __forceinline__ void produce(Shared& s, const Producer& p, int item, int tiles) {
+    if (tiles == 0) return;
+    Piece piece{};
+    Step step{item, 0}, coming = p.after(step);
+    const StoredSlots stored = p.stored_slots(step), stored_coming = p.stored_slots(coming);
+    Slots slots = p.check(step, stored);
+    const Source from(p, 0, slots);
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) from.load(piece, i, slots);
+    Slots coming_slots = p.check(coming, stored_coming);
+    int turn = 0;  // tiles before this item
+#pragma unroll 1
+    while (step.item < p.items) {
+        const int tile = turn + p.tile(step.number);
+        if (p.starts_tile(step.number)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
+        const Step later = p.after(coming);
+        const StoredSlots stored_later = p.stored_slots(later);
+        put(s, p, step.number, tile & 1, piece, slots, coming.number, coming_slots);
+        if (coming.number == 0) turn += tiles;
+        step = coming, coming = later;
+        coming_slots = p.check(later, stored_later);
+    }
+}
+
+struct Output {
+    u16* out;
+    i64 stride_n, stride_h;
+    float* lse;
+    float sink[2];  // of this thread's rows, in powers of two
+    int heads, first_head;
+    i64 query;
+};
+
+// State of a consumer thread: rows `row` and `row + 8` of the block's heads.
+struct Consumer {
+    float o[2][64];  // left and right half of this group's 256 channels
+    float top[2], sum[2];
+    int group, thread, row, quad;
+
+    __device__ __forceinline__ float& value(int i) { return o[i >> 6][i & 63]; }
+};
+
+__device__ __forceinline__ float finite(float x) { return x == NEG_INF ? 0.0f : x; }
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Heads of an item to shared memory, channels permuted, absent heads zero.
+__device__ __forceinline__ void load_query(Shared& s, const u16* q, i64 stride_h, int heads) {
+    const int first = threadIdx.x >> 6, chunk = threadIdx.x & 63;
+    const u16* source = q + first * stride_h + 8 * chunk;
+    const u32 target = shared_address(s.query) + (chunk >> 3) * BLOCK + first * 128;
+    uint4 value[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        value[i] = 4 * i + first < heads ? load_codes(reinterpret_cast<const u8*>(source)) : uint4{0, 0, 0, 0};
+        source += 4 * stride_h;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {  // head 4 i + first
+        const uint4 v = value[i];
+        store_shared4(target + 512 * i + ((((chunk & 7) ^ first) ^ (4 * (i & 1))) << 4), prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632),
+                      prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
+    }
+    fence_async_shared();
+}
+// Heads of the item to come to the L2 cache.
+__device__ __forceinline__ void prefetch_query(const u16* q, i64 stride_h, int heads) {
+    const int head = threadIdx.x >> 2;
+    if (head < heads) {
+        const u16* source = q + head * stride_h + 128 * (threadIdx.x & 3);
+        prefetch_l2(source), prefetch_l2(source + 64);
+    }
+}
+
+// Queue products of the logits of a tile: those of 16 channels each from BEGIN to END of 32.
+template <int BEGIN, int END>
+__device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logit)[32]) {
+    const u64 q = wgmma_operand(shared_address(s.query), 16, 1024), k = wgmma_operand(shared_address(s.keys[buffer]), 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int i = BEGIN; i < END; ++i) {
+        const int offset = ((i >> 2) * BLOCK + (i & 3) * 32) / 16;
+        wgmma_shared(logit, operand_at(q, offset), operand_at(k, offset), i > 0);
+    }
+    wgmma_commit();
+}
+
+// Logits to probabilities: packed fragments in `p`, handed over to the other group with the maxima.
+__device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int buffer, float scale, float (&logit)[32], u32 (&p)[16],
+                                              float (&top)[2], float (&sum)[2]) {
+    float high[2] = {NEG_INF, NEG_INF};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float2 bias = *reinterpret_cast<const float2*>(&s.bias[buffer][8 * i + 2 * c.quad]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float &x = logit[4 * i + 2 * r], &y = logit[4 * i + 2 * r + 1];
+            x = fmaf(x, scale, bias.x), y = fmaf(y, scale, bias.y);
+            high[r] = fmaxf(high[r], fmaxf(x, y));
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        top[r] = fmaxf(c.top[r], quad_max(high[r]));
+        if (c.quad == 0) s.top[buffer][c.row + 8 * r] = top[r];
+        const float safe = finite(top[r]);
+        sum[r] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float x = exp2_fast(logit[4 * i + 2 * r] - safe), y = exp2_fast(logit[4 * i + 2 * r + 1] - safe);
+            sum[r] += x + y;
+            p[2 * i + r] = pack_bf16(x, y);
+        }
+    }
+    const u32 target = shared_address(s.weights) + c.row * 128 + (c.row & 7) * 16 + 4 * c.quad;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        store_shared(target ^ i * 16, p[2 * i]);
+        store_shared((target ^ i * 16) + 1024, p[2 * i + 1]);
+    }
+    fence_async_shared();
+    named_arrive(2 + buffer, CONSUMERS);
+}
+
+// o = o * 2^(old top - new top).
+__device__ __forceinline__ void rescale(Consumer& c, const float (&top)[2]) {
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        factor[r] = c.top[r] == NEG_INF ? 1.0f : exp2_fast(c.top[r] - top[r]);  // without a key so far: all zeros
+        c.top[r] = top[r];
+        c.sum[r] *= factor[r];
+    }
+    if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < 128; ++i) c.value(i) *= factor[(i >> 1) & 1];
+    }
+}
+
+// Queue o += probabilities * (this group's channels of the tile): probabilities in registers, or the other group's.
+__device__ __forceinline__ void start_own_product(Shared& s, Consumer& c, int buffer, const u32 (&p)[16]) {
+    const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + c.group * 4 * BLOCK, BLOCK, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int k = i & 3, half = i >> 2;
+        wgmma_across(c.o[half], p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3],
+                     operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16), 1);
+    }
+    wgmma_commit();
+}
+__device__ __forceinline__ void start_other_product(Shared& s, Consumer& c, int buffer) {
+    const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + c.group * 4 * BLOCK, BLOCK, 1024);
+    const u64 p = wgmma_operand(shared_address(s.weights), 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int k = i & 3, half = i >> 2;
+        wgmma_across(c.o[half], operand_at(p, 2 * k), operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16), 1);
+    }
+    wgmma_commit();
+}
+
+__device__ __forceinline__ void release(Shared& s, const Consumer& c, int buffer) {
+    if ((c.thread & 31) == 0) barrier_arrive(shared_address(&s.empty[buffer]));
+}
+
+// The other blocks may overwrite this block's query, as far as this warp is concerned.
+__device__ __forceinline__ void release_query(Shared& s, int rank) {
+    const int lane = threadIdx.x & 31;
+    if (lane < SIZE && lane != rank) peer_arrive(peer_address(shared_address(&s.ready), lane));
+}
+
+// Wait for the other group's probabilities, take over its maxima.
+__device__ __forceinline__ void join_other(Shared& s, Consumer& c, int buffer) {
+    named_sync(2 + buffer, CONSUMERS);
+    const float top[2] = {s.top[buffer][c.row], s.top[buffer][c.row + 8]};
+    rescale(c, top);
+}
+
+// A turn: the product of the other group's tile with the logits of the own tile queued behind it, then the product of the own tile.
+// The buffer of the other's tile is given back under the first logits; a wait behind all of them would come to its turn only when most
+// are done. Group 0 begins without another's tile, and one of them ends with nothing but one. `turn`: tiles of the items before.
+__device__ __forceinline__ void consume(Shared& s, Consumer& c, int turn, int tiles, float scale, int rank) {
+    const int buffer = c.group, other = 1 - c.group, first = (c.group ^ turn) & 1;
+    if (SIZE > 1 && first >= tiles) release_query(s, rank);
+#pragma unroll 1
+    for (int own = first; own < tiles; own += 2) {
+        const int parity = ((turn + own) >> 1) & 1;
+        u32 p[16];
+        float logit[32], top[2], sum[2];
+        if (own > 0) {
+            join_other(s, c, other);
+            start_other_product(s, c, other);
+            barrier_wait(shared_address(&s.full[buffer]), parity);
+            start_logits<0, 8>(s, buffer, logit);
+            wgmma_wait<1>();
+            release(s, c, other);
+            start_logits<8, 32>(s, buffer, logit);
+            wgmma_wait<0>();
+        } else {
+            barrier_wait(shared_address(&s.full[buffer]), parity);
+            start_logits<0, 32>(s, buffer, logit);
+            wgmma_wait<0>();
+        }
+        if (SIZE > 1 && own + 2 >= tiles) release_query(s, rank);
+        probabilities(s, c, buffer, scale, logit, p, top, sum);
+        rescale(c, top);
+        start_own_product(s, c, buffer, p);
+        c.sum[0] += sum[0], c.sum[1] += sum[1];
+        wgmma_wait<0>();
+        release(s, c, buffer);
+    }
+    if (tiles > 0 && c.group == ((turn + tiles) & 1)) {
+        join_other(s, c, other);
+        start_other_product(s, c, other);
+        wgmma_wait<0>();
+        release(s, c, other);
+    }
+}
+
+// Write COLUMNS channels, the values FIRST.. of this group's output, through shared memory.
+template <int COLUMNS, int FIRST>
+__device__ __forceinline__ void write_slice(Shared& s, Consumer& c, const float (&scale)[2], const Output& to, int first_channel) {
+    constexpr int CHUNKS = COLUMNS / 8;
+    const u32 staging = SIZE > 1 ? shared_address(s.keys[c.group]) : shared_address(s.query) + c.group * (TILE_BYTES / 2);
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = c.row + 8 * r;
+            store_shared(staging + row * 512 + ((i ^ (row & 7)) << 4) + 4 * c.quad,
+                         pack_bf16(c.value(FIRST + 4 * i + 2 * r) * scale[r], c.value(FIRST + 4 * i + 2 * r + 1) * scale[r]));
+        }
+    }
+    named_sync(5 + c.group, 128);
+    constexpr int STEP = 128 / CHUNKS;  // rows that the group writes at once
+    const int first = c.thread / CHUNKS, chunk = c.thread % CHUNKS;
+    u16* target = to.out + to.query * to.stride_n + (to.first_head + first) * to.stride_h + first_channel + 8 * chunk;
+#pragma unroll 4
+    for (int row = first; row < 64; row += STEP) {
+        const uint4 v = load_shared4(staging + row * 512 + ((chunk ^ (row & 7)) << 4));
+        if (to.first_head + row < to.heads)
+            *reinterpret_cast<uint4*>(target) =
+                uint4{prmt(v.x, v.y, 0x5410), prmt(v.z, v.w, 0x5410), prmt(v.x, v.y, 0x7632), prmt(v.z, v.w, 0x7632)};
+        target += STEP * to.stride_h;
+    }
+}
+
+// Factors that turn the accumulator of keys times 2^-60 into the result; also stores the log-sum-exp.
+__device__ __forceinline__ void finish_rows(const Consumer& c, const float (&top)[2], const float (&total)[2], const Output& to, bool write_lse,
+                                   float (&scale)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int head = to.first_head + c.row + 8 * r;
+        const float norm = total[r] + exp2_fast(to.sink[r] - finite(top[r]));
+        scale[r] = total[r] > 0.0f ? __fdividef(TWO_60, norm) : 0.0f;
+        if (write_lse && c.quad == 0 && head < to.heads)
+            to.lse[to.query * to.heads + head] = total[r] > 0.0f ? (finite(top[r]) + __log2f(total[r])) * LN2 : -NEG_INF;
+    }
+}
+
+// Blocks of a cluster hold results of different keys: block `rank` finishes slice `rank` of the channels. What travels is
+// float16 times a power of two of its own for each head, so that a head's largest value lies between 2^14 and 2^15.
+constexpr int VALUES = 256 / SIZE, AREA = TILE_BYTES / SIZE;  // of a thread in a slice; bytes of a slice
+constexpr u32 RECEIVED = (SIZE - 1) * (AREA + 64 * sizeof(float4));
+
+// Slice I of this group's channels to its owner.
+template <int I>
+__device__ __forceinline__ void send_slice(Shared& s, Consumer& c, int rank, const float (&factor)[2], const float (&inverse)[2],
+                                           const float (&total)[2]) {
+    const int target = c.group * (SIZE / 2) + I;
+    if (target == rank) return;
+    const u32 bar = peer_address(shared_address(&s.received), target);
+    const u32 address = peer_address(shared_address(s.query) + rank * AREA + 16 * c.thread, target);
+#pragma unroll
+    for (int j = 0; j < VALUES; j += 8) {
+        const int v = I * VALUES + j;
+        send_async4(address + j * 256, pack_f16(c.value(v) * factor[0], c.value(v + 1) * factor[0]),
+                    pack_f16(c.value(v + 2) * factor[1], c.value(v + 3) * factor[1]),
+                    pack_f16(c.value(v + 4) * factor[0], c.value(v + 5) * factor[0]),
+                    pack_f16(c.value(v + 6) * factor[1], c.value(v + 7) * factor[1]), bar);
+    }
+    if (c.quad == 0) {
+        const u32 header = peer_address(shared_address(&s.peers[rank][c.row]), target);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            send_async4(header + 128 * r, __float_as_uint(c.top[r]), __float_as_uint(total[r]), __float_as_uint(inverse[r]), 0, bar);
+    }
+}
+
+// In the owner of slice I, the sum over the cluster, written out.
+template <int I>
+__device__ __forceinline__ void collect_slice(Shared& s, Consumer& c, int rank, const float (&own_total)[2], const Output& to) {
+    if (c.group * (SIZE / 2) + I != rank) return;
+    barrier_wait_cluster(shared_address(&s.received), 0);
+    float top[2], total[2], scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        top[r] = c.top[r];
+#pragma unroll
+        for (int step = 1; step < SIZE; ++step) top[r] = fmaxf(top[r], s.peers[(rank + step) % SIZE][c.row + 8 * r].x);
+        total[r] = own_total[r] * exp2_fast(c.top[r] - finite(top[r]));
+#pragma unroll
+        for (int step = 1; step < SIZE; ++step) {
+            const float4 header = s.peers[(rank + step) % SIZE][c.row + 8 * r];
+            total[r] += header.y * exp2_fast(header.x - finite(top[r]));
+        }
+    }
+    finish_rows(c, top, total, to, rank == 0, scale);
+    const float own[2] = {scale[0] * exp2_fast(c.top[0] - finite(top[0])), scale[1] * exp2_fast(c.top[1] - finite(top[1]))};
+#pragma unroll
+    for (int j = I * VALUES; j < (I + 1) * VALUES; ++j) c.value(j) *= own[(j >> 1) & 1];
+#pragma unroll 1
+    for (int step = 1; step < SIZE; ++step) {
+        const int peer = (rank + step) % SIZE;
+        const u32 address = shared_address(s.query) + peer * AREA + 16 * c.thread;
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float4 header = s.peers[peer][c.row + 8 * r];
+            factor[r] = header.z * exp2_fast(header.x - finite(top[r])) * scale[r];
+        }
+#pragma unroll
+        for (int j = 0; j < VALUES; j += 8) {
+            const uint4 four = load_shared4(address + j * 256);
+            const u32 word[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = unpack_f16(word[i]);
+                float &x = c.value(I * VALUES + j + 2 * i), &y = c.value(I * VALUES + j + 2 * i + 1);
+                x = fmaf(pair.x, factor[i & 1], x), y = fmaf(pair.y, factor[i & 1], y);
+            }
+        }
+    }
+    const float one[2] = {1.0f, 1.0f};
+    write_slice<512 / SIZE, I * VALUES>(s, c, one, to, rank * (512 / SIZE));
+}
+
+__device__ __forceinline__ void merge(Shared& s, Consumer& c, int rank, const float (&total)[2], const Output& to) {
+    float factor[2], inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float high = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 128; i += 4) high = fmaxf(high, fmaxf(fabsf(c.value(i + 2 * r)), fabsf(c.value(i + 2 * r + 1))));
+        const int exponent = min(max(268 - (__float_as_int(quad_max(high)) >> 23), 1), 253);  // of 2^14 over the largest value
+        factor[r] = __int_as_float(exponent << 23), inverse[r] = __int_as_float((254 - exponent) << 23);
+    }
+    barrier_wait_cluster(shared_address(&s.ready), 0);
+    send_slice<0>(s, c, rank, factor, inverse, total);
+    if constexpr (SIZE > 2) send_slice<1>(s, c, rank, factor, inverse, total);
+    if constexpr (SIZE > 4) {
+        send_slice<2>(s, c, rank, factor, inverse, total);
+        send_slice<3>(s, c, rank, factor, inverse, total);
+    }
+    collect_slice<0>(s, c, rank, total, to);
+    if constexpr (SIZE > 2) collect_slice<1>(s, c, rank, total, to);
+    if constexpr (SIZE > 4) {
+        collect_slice<2>(s, c, rank, total, to);
+        collect_slice<3>(s, c, rank, total, to);
+    }
+}
+
+
+// An item is a query's block of 64 heads. Grid: clusters; without them blocks, of which each may take several items.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
+           const u8* window, const void* window_slots, i64 w_stride_page, i64 w_stride_row, i64 w_slots_stride, int w_keys, int w_rows,
+           int w_page, int w_shift,
+           const u8* extra, const void* extra_slots, i64 x_stride_page, i64 x_stride_row, i64 x_slots_stride, int x_keys, int x_rows,
+           int x_page, int x_shift,
+           const float* sink, u16* out, i64 out_stride_n, i64 out_stride_h, float* lse, int heads, int slots_are_long, float scale_log2,
+           int items) {
+    extern __shared__ u8 memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory + ((1024 - (shared_address(memory) & 1023)) & 1023));
+    const int rank = SIZE > 1 ? cluster_rank() : 0, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+    const int shift = heads > 64, stride = SIZE > 1 ? items : gridDim.x;
+    int item = blockIdx.x / SIZE;
+    // Tiles of the window take longer. Shared out apart where that divides the work better, else in one row, the window's behind.
+    const int extra_tiles = (x_keys + TILE - 1) / TILE, window_tiles = (w_keys + TILE - 1) / TILE, all = extra_tiles + window_tiles;
+    constexpr bool apart = SIZE == 2;
+    const int row_begin = (all * rank + SIZE - 1) / SIZE, row_end = (all * (rank + 1) + SIZE - 1) / SIZE;
+    const int begin = apart ? (extra_tiles * rank + SIZE - 1) / SIZE : min(row_begin, extra_tiles);
+    const int own_extra = (apart ? (extra_tiles * (rank + 1) + SIZE - 1) / SIZE : min(row_end, extra_tiles)) - begin;
+    const int window_begin = apart ? window_tiles * rank / SIZE : max(row_begin - extra_tiles, 0);
+    const int tiles = own_extra + (apart ? window_tiles * (rank + 1) / SIZE : max(row_end - extra_tiles, 0)) - window_begin;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(shared_address(&s.full[i]), PRODUCERS);
+            barrier_init(shared_address(&s.empty[i]), 8);
+        }
+        if (SIZE > 1) {
+            barrier_init(shared_address(&s.ready), 8 * (SIZE - 1));
+            barrier_init(shared_address(&s.received), 1);
+        }
+        fence_barriers();
+        if (SIZE > 1) barrier_expect(shared_address(&s.received), RECEIVED);
+    }
+    __syncthreads();
+    if (SIZE > 1) cluster_arrive();  // relaxed: what it publishes are barriers
+    wait_for_kernels();
+    const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
+    const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
+    if (warp >= CONSUMERS / 32) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+        const Producer producer{w, x, items, stride, shift, begin, own_extra, window_begin, tiles + max(tiles - own_extra, 0),
+                                warp - CONSUMERS / 32, int(threadIdx.x & 31)};
+        produce(s, producer, item, tiles);
+        if (SIZE > 1) cluster_wait();
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+        const int thread = threadIdx.x & 127, lane = threadIdx.x & 31;
+        int turn = 0;
+#pragma unroll 1
+        while (true) {
+            const int first_head = (item & shift) * 64;
+            load_query(s, q + i64(item >> shift) * q_stride_n + first_head * q_stride_h, q_stride_h, heads - first_head);
+            named_sync(1, CONSUMERS);
+            if (SIZE == 1 && item + stride < items) {
+                const int coming = item + stride, head = (coming & shift) * 64;
+                prefetch_query(q + i64(coming >> shift) * q_stride_n + head * q_stride_h, q_stride_h, heads - head);
+            }
+            if (SIZE > 1) cluster_wait();
+            Consumer c;
+            c.group = warp >> 2, c.thread = thread, c.row = 16 * (warp & 3) + (lane >> 2), c.quad = lane & 3;
+#pragma unroll
+            for (int i = 0; i < 128; ++i) c.value(i) = 0.0f;
+            c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
+            consume(s, c, turn, tiles, scale_log2 * TWO_60, rank);
+            const int head = first_head + c.row;
+            const Output to{out, out_stride_n, out_stride_h, lse,
+                            {sink && head < heads ? __ldg(sink + head) * LOG2E : NEG_INF,
+                             sink && head + 8 < heads ? __ldg(sink + head + 8) * LOG2E : NEG_INF},
+                            heads, first_head, item >> shift};
+            float total[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float own = quad_sum(c.sum[r]);
+                if (c.quad == 0) s.sum[c.group][c.row + 8 * r] = own;
+            }
+            named_sync(1, CONSUMERS);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) total[r] = s.sum[0][c.row + 8 * r] + s.sum[1][c.row + 8 * r];
+            if constexpr (SIZE > 1) {
+                merge(s, c, rank, total, to);
+                return;
+            } else {
+                float scale[2];
+                finish_rows(c, c.top, total, to, c.group == 0, scale);
+                item += stride, turn += tiles;
+                write_slice<256, 0>(s, c, scale, to, c.group * 256);
+                if (item >= items) return;
+                named_sync(1, CONSUMERS);  // the output has left the query's place
+            }
+        }
+    }
+}
