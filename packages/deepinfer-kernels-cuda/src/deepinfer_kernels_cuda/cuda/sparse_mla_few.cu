@@ -30,10 +30,10 @@ struct Shared {
             float factors[SIZE * SLOTS * HEADS];
         } from;
     };
-    float bias[KEYS];
+    float bias[KEYS], sink[HEADS];  // sink: in powers of two
     float2 stats[SIZE][HEADS];  // of the cluster's blocks: maximum, sum
     float change[HEADS];  // of the maximum, as a factor
-    u64 received;
+    u64 ready, received;
 };
 
 __device__ __forceinline__ u8* weights_of(Shared& s) { return ROOM > 1 ? s.weights : s.query; }
@@ -43,19 +43,6 @@ struct Codes {
     uint4 low, high;  // high: of e4m3 only
     u32 scale;
 };
-
-__device__ __forceinline__ Codes load_record(const u8* record, bool window, int part, int quad) {
-    Codes c;
-    if (window) {
-        const uint4* at = reinterpret_cast<const uint4*>(record + 128 * part + 32 * quad);
-        c.low = __ldg(at), c.high = __ldg(at + 1), c.scale = __ldg(record + 512 + 4 * part + quad);
-    } else {
-        c.low = __ldg(reinterpret_cast<const uint4*>(record + 64 * part + 16 * quad));
-        c.high = uint4{0, 0, 0, 0};
-        c.scale = __ldg(reinterpret_cast<const u16*>(record + 256 + 8 * part + 2 * quad));
-    }
-    return c;
-}
 
 // A warp's records: of each pass its tiles, `group` and every GROUPS-th from there.
 struct Reader {
@@ -72,31 +59,41 @@ struct Reader {
             const int t = tile(pass, u);
             const bool in_window = t >= own_extra;
             const int key = 16 * (in_window ? (t - own_extra) * SIZE + SIZE - 1 - rank : t * SIZE + rank) + (lane >> 2);
+            const Records from = in_window ? window : extra;
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                stored[u][r] = in_window ? window.slot(query, key + 8 * r, t < tiles) : extra.slot(query, key + 8 * r, t < tiles);
+            for (int r = 0; r < 2; ++r) stored[u][r] = from.slot(query, key + 8 * r, t < tiles);
         }
     }
     __device__ __forceinline__ void load_records(int pass, const int2 (&stored)[UNITS][2], int (&slot)[UNITS][2], Codes (&codes)[UNITS][2]) const {
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
             const bool in_window = tile(pass, u) >= own_extra;
+            const Records from = in_window ? window : extra;
+            const int quad = lane & 3, code = in_window ? 128 * part + 32 * quad : 64 * part + 16 * quad;
+            const int scale = in_window ? 512 + 4 * part + (quad & 2) : 256 + 8 * part + 2 * quad;
+            int number[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int2 raw = stored[u][r];
-                slot[u][r] = raw.y == 0 && u32(raw.x) < u32(in_window ? window.rows : extra.rows) ? raw.x : -1;
+                slot[u][r] = stored[u][r].y == 0 && u32(stored[u][r].x) < u32(from.rows) ? stored[u][r].x : -1;
+                number[r] = slot[u][r] >> from.page_shift;
+            }
+            if (from.page_shift < 0) number[0] = slot[u][0] / from.page, number[1] = slot[u][1] / from.page;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const u8* record = from.pool + number[r] * from.stride_page + (slot[u][r] - number[r] * from.page) * from.stride_row;
                 codes[u][r] = Codes{};
-                if (slot[u][r] >= 0)
-                    codes[u][r] = load_record(in_window ? window.record(slot[u][r]) : extra.record(slot[u][r]), in_window, part, lane & 3);
+                if (slot[u][r] >= 0) codes[u][r].low = __ldg(reinterpret_cast<const uint4*>(record + code));
+                if (slot[u][r] >= 0 && in_window) codes[u][r].high = __ldg(reinterpret_cast<const uint4*>(record + code + 16));
+                if (slot[u][r] >= 0) codes[u][r].scale = __ldg(reinterpret_cast<const u16*>(record + scale));
             }
         }
     }
 };
 
 // The factors of a thread's first and last 16 channels.
-__device__ __forceinline__ void factors(const Codes& c, bool window, bool there, u32 (&f)[2]) {
+__device__ __forceinline__ void factors(const Codes& c, bool window, bool there, int quad, u32 (&f)[2]) {
     if (window) {
-        const u32 bits = !there ? 0 : c.scale == 255 ? 0x7fc0u : min(c.scale + 60, 254u) << 7;
+        const u32 scale = prmt(c.scale, 0, 0x4440 + (quad & 1)), bits = !there ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7;
         f[0] = f[1] = bits | bits << 16;
     } else {
         const float2 scales = unpack_f16(e4m3_halves(there ? c.scale : 0));
@@ -145,7 +142,7 @@ struct Queries {
 __device__ __forceinline__ void multiply_tile(Shared& s, const Queries& queries, const Codes (&codes)[2], const int (&slot)[2], bool window, int buffer, int tile, int part, int lane) {
     const int row = lane >> 2, quad = lane & 3;
     u32 f0[2], f1[2];
-    factors(codes[0], window, slot[0] >= 0, f0), factors(codes[1], window, slot[1] >= 0, f1);
+    factors(codes[0], window, slot[0] >= 0, quad, f0), factors(codes[1], window, slot[1] >= 0, quad, f1);
     float c[HEADS / 8][4];
 #pragma unroll
     for (int n = 0; n < HEADS / 8; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0.0f;
@@ -291,7 +288,7 @@ __device__ __forceinline__ void send_stats(Shared& s, const Heads& state, int ra
 }
 
 // This block's slices summed over the cluster, written out.
-__device__ __forceinline__ void finish(Shared& s, int rank, int heads, const float* sink, u16* out, i64 stride_h, float* lse) {
+__device__ __forceinline__ void finish(Shared& s, int rank, int heads, u16* out, i64 stride_h, float* lse) {
     const int first = first_slice(rank), slots = first_slice(rank + 1) - first;
 #pragma unroll 1
     for (int i = threadIdx.x; i < SLOTS * HEADS * 16; i += THREADS) {
@@ -317,7 +314,7 @@ __device__ __forceinline__ void finish(Shared& s, int rank, int heads, const flo
             const float2 both = unpack_f16(pair[p]);
             total = fmaf(stats[p].y, share, total), low = fmaf(both.x, times, low), high = fmaf(both.y, times, high);
         }
-        const float norm = total + (sink ? exp2_fast(__ldg(sink + head) * LOG2E - safe) : 0.0f);
+        const float norm = total + exp2_fast(s.sink[head] - safe);
         const float scale = total > 0.0f ? __fdividef(TWO_60, norm) : 0.0f;
         low *= scale, high *= scale;
         const float got = __shfl_xor_sync(together, quad & 1 ? low : high, 4);
@@ -357,10 +354,13 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
     if (threadIdx.x == 0) {
+        barrier_init(shared_address(&s.ready), SIZE);
         barrier_init(shared_address(&s.received), 1);
         fence_barriers();
         barrier_expect(shared_address(&s.received), (first_slice(rank + 1) - first_slice(rank)) * SIZE * HEADS * 68 + SIZE * HEADS * 8);
     }
+    __syncthreads();
+    cluster_arrive();  // relaxed: what it publishes are barriers
     wait_for_kernels();
     STAMP(1);
     const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
@@ -380,6 +380,8 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
         value[i] = head < HEADS && first_head + head < heads ? __ldg(reinterpret_cast<const uint4*>(source + head * q_stride_h + 8 * chunk))
                                                              : uint4{0, 0, 0, 0};
     }
+    if (threadIdx.x < HEADS)
+        s.sink[threadIdx.x] = sink && first_head + int(threadIdx.x) < heads ? __ldg(sink + first_head + threadIdx.x) * LOG2E : NEG_INF;
     reader.load_records(0, stored, slot, codes);
     if (ROOM > 1) reader.load_slots(1, stored);
     STAMP(2);
@@ -397,6 +399,7 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
     for (int h = 0; h < HEADS / 16; ++h)
 #pragma unroll
         for (int n = 0; n < 4; ++n) o[h][n][0] = o[h][n][1] = o[h][n][2] = o[h][n][3] = 0.0f;
+    cluster_wait();
     __syncthreads();
     STAMP(3);
     Heads state;
@@ -431,22 +434,20 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
         }
         STAMP(6);
         __syncthreads();
-        if (pass + 1 == passes) cluster_arrive();  // relaxed: what it publishes are barriers, and that the logits are no longer needed
+        if (pass + 1 == passes && threadIdx.x < SIZE) peer_arrive(peer_address(shared_address(&s.ready), threadIdx.x));  // the logits' place is free
         STAMP(7);
     }
     STAMP(8);
     if (warp < 16) {
-        cluster_wait();
+        barrier_wait_cluster(shared_address(&s.ready), 0);
         STAMP(9);
         send(s, o, rank, warp, lane);
         send_stats(s, state, rank, warp, lane);
-    } else {
-        cluster_wait();
     }
     STAMP(10);
     barrier_wait_cluster(shared_address(&s.received), 0);
     STAMP(11);
-    finish(s, rank, heads - first_head, sink ? sink + first_head : sink, out + query * out_stride_n + first_head * out_stride_h, out_stride_h,
+    finish(s, rank, heads - first_head, out + query * out_stride_n + first_head * out_stride_h, out_stride_h,
            lse + i64(query) * heads + first_head);
     STAMP(12);
 }
