@@ -326,7 +326,7 @@ __device__ __forceinline__ void finish(Shared& s, int rank, int heads, u16* out,
 }
 
 #ifdef CLOCKS
-#define STAMP(i) if (threadIdx.x == 0) clocks[blockIdx.x * 16 + i] = clock64()
+#define STAMP(i) if (threadIdx.x == 0) clocks[((blockIdx.z * gridDim.y + blockIdx.y) * SIZE + blockIdx.x) * 16 + i] = clock64()
 #else
 #define STAMP(i)
 #endif
@@ -346,7 +346,7 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
     Shared& s = *reinterpret_cast<Shared*>(memory);
     STAMP(0);
     const int rank = cluster_rank(), warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, part = warp & 3, group = warp >> 2;
-    const int unit = blockIdx.x / SIZE, blocks = (heads + HEADS - 1) / HEADS, query = unit / blocks, first_head = unit % blocks * HEADS;
+    const int query = blockIdx.z, first_head = blockIdx.y * HEADS;
     const int extra_tiles = (x_keys + 15) >> 4, window_tiles = (w_keys + 15) >> 4;
     const int own_extra = max(0, (extra_tiles - rank + SIZE - 1) / SIZE), window_rank = SIZE - 1 - rank;  // the other way round, for balance
     const int tiles = own_extra + max(0, (window_tiles - window_rank + SIZE - 1) / SIZE);
@@ -359,7 +359,6 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
         fence_barriers();
         barrier_expect(shared_address(&s.received), (first_slice(rank + 1) - first_slice(rank)) * SIZE * HEADS * 68 + SIZE * HEADS * 8);
     }
-    __syncthreads();
     cluster_arrive();  // relaxed: what it publishes are barriers
     wait_for_kernels();
     STAMP(1);
