@@ -1,4 +1,5 @@
 #include "wgmma.cuh"
+#include "slots.cuh"
 // Sparse MLA over quantised records: 512 channels, keys equal values, blocks of up to 64 heads.
 //
 // A cluster shares one (query, block of heads): its blocks take runs of key tiles, send each other slices of their result through
@@ -20,7 +21,6 @@ constexpr int UNITS = 32 / PRODUCERS, ROWS = UNITS / 4;  // 16-byte units that a
 #define PIECES_OF_TWO 4
 #endif
 constexpr int PIECES = SIZE == 2 ? PIECES_OF_TWO : SIZE == 4 ? (PIECES_OF_TWO > 1 ? 2 : 1) : 1;  // in which a slice travels, each with a barrier of its own
-constexpr float TWO_60 = 1152921504606846976.0f, TWO_66 = 73786976294838206464.0f, LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 
 struct Shared {
     u8 query[TILE_BYTES];    // later: slices of the other blocks' results, where they have sent them; without others, the output
@@ -32,27 +32,6 @@ struct Shared {
     float sum[2][64];
     u64 full[2], empty[2], ready, received[PIECES];
 };
-struct Records {
-    const u8* pool;
-    const void* slots;
-    i64 stride_page, stride_row, slots_stride;
-    int keys, rows, page, page_shift, slots_are_long;  // page_shift < 0: the page is no power of two
-
-    // A slot as it is stored, in two words of which the second is zero where it fits one; not waited for. -1 without `there` or key.
-    __device__ __forceinline__ int2 slot(i64 query, int key, bool there) const {
-        there = there && key < keys;
-        const u8* at = static_cast<const u8*>(slots) + ((query * slots_stride + (there ? key : 0)) << (2 + slots_are_long));
-        int2 raw{-1, 0};
-        if (there) raw.x = *reinterpret_cast<const int*>(at);
-        if (there && slots_are_long) raw.y = *reinterpret_cast<const int*>(at + 4);
-        return raw;
-    }
-    __device__ __forceinline__ const u8* record(int slot) const {
-        const int number = page_shift < 0 ? slot / page : slot >> page_shift;
-        return pool + number * stride_page + (slot - number * page) * stride_row;
-    }
-};
-
 // Two chunks at once: registers of one are not reused before the other is stored.
 __device__ __forceinline__ void store_chunks(u32 first, u32 second, const u32 (&x)[8]) {
     asm volatile("st.shared.v4.u32 [%0], {%2, %3, %4, %5};\nst.shared.v4.u32 [%1], {%6, %7, %8, %9};" ::"r"(first), "r"(second),
