@@ -291,6 +291,9 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
         barrier_expect(shared_address(&s.received), received_bytes(first_slice(rank + 1) - first_slice(rank)));
     }
     cluster_arrive();  // relaxed: what it publishes are barriers
+#ifdef EARLY
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
     wait_for_kernels();
     STAMP(1);
     const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
