@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import deepinfer_kernels_cuda as kernels  # noqa: E402
 from deepinfer_kernels_cuda import capability  # noqa: E402
-from deepinfer_kernels_cuda.attention import choose_splits  # noqa: E402
+from deepinfer_kernels_cuda.attention import choose_few, choose_splits, few_has_room  # noqa: E402
 
 
 def test_cpu_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +59,15 @@ def test_splits_fill_the_chip_once() -> None:
     assert choose_splits(64, 1, 2, 132) == 2
     assert choose_splits(1, 1, 1, 132) == 1
     assert choose_splits(4096, 2, 10, 132) == 1
+
+
+def test_few_queries_run_at_once_and_have_room() -> None:
+    chosen = [choose_few(units, 128, 512, 132) for units in (1, 7, 8, 15, 16, 22, 23, 30)]
+    assert chosen == [10, 10, 8, 8, 5, 5, 4, 4], "clusters that run at once, by their size"
+    assert choose_few(31, 128, 512, 132) is None
+    assert choose_few(8, 128, 512, 66) == 5, "half the multiprocessors, half the clusters"
+    assert choose_few(4, 128, 528, 132) is None, "one tile more than there is room for"
+    assert choose_few(4, 640, 0, 132) == choose_few(4, 0, 640, 132) == 10
+    assert few_has_room(8, 0, 0)
+    assert few_has_room(8, 16 * 7, 16 * 33), "tiles of the two pools are dealt out from opposite ends"
+    assert not few_has_room(8, 16 * 9, 16 * 32)

@@ -22,17 +22,47 @@ _TILE, _HEADS = 64, 64
 #: Blocks that may share one query, and up to how many queries (times blocks of heads) they do on 132 multiprocessors: more would
 #: not all run at once, since the blocks of a cluster lie in one group of 16 or 18 multiprocessors (of 8 no more were timed).
 _SPLITS = {2: 66, 4: 30, 8: 8}
+_POOLS = "PqqPPqqqiiiiPPqqqiiiiPPqqPiif"
 #: One build for each number of blocks that share a query.
 _SPARSE_MLA = {
     splits: NativeKernel(
         "sparse_mla.cu",
         "sparse_mla",
-        "PqqPPqqqiiiiPPqqqiiiiPPqqPiifi",
+        f"{_POOLS}i",
         threads=512,
         shared=216 * 1024,
         defines=(f"SPLITS={splits}",),
     )
     for splits in (1, *_SPLITS)
+}
+#: The kernel for few queries: keys of its tiles, heads of a block; blocks that share those heads of a query, and up to how many
+#: such units they serve on 132 multiprocessors. It has room for as many keys as V4.1 selects with its window, and no more.
+_FEW_TILE, _FEW_HEADS, _FEW_KEYS = 16, 16, 640
+_FEW_SPLITS = {10: 7, 8: 15, 5: 22, 4: 30}
+
+
+def _few_tiles(splits: int) -> int:
+    """Tiles that a block has room for."""
+    return -(-_FEW_KEYS // (_FEW_TILE * splits))
+
+
+def few_shared(splits: int) -> int:
+    """Bytes of shared memory of the kernel for few queries: keys, then queries and logits or what takes their place, the rest."""
+    keys, slices = _FEW_TILE * _few_tiles(splits), splits * -(-16 // splits) * _FEW_HEADS
+    before, after = _FEW_HEADS * (1024 + 2 * 4 * (keys + 8)), _FEW_HEADS * (2 * keys + 16) + slices * 68
+    return keys * 1024 + max(before, after) + 4 * (keys + _FEW_HEADS) + 8 * splits * _FEW_HEADS + 16
+
+
+_SPARSE_MLA_FEW = {
+    splits: NativeKernel(
+        "sparse_mla_few.cu",
+        "sparse_mla_few",
+        _POOLS,
+        threads=64 * _few_tiles(splits),
+        shared=few_shared(splits),
+        defines=(f"SPLITS={splits}", f"SHARED={few_shared(splits)}"),
+    )
+    for splits in _FEW_SPLITS
 }
 
 
@@ -40,6 +70,19 @@ def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
     """Blocks of one cluster that share a query's keys: as many as run at once, a tile a block or more."""
     units = queries * head_blocks
     return max((n for n, most in _SPLITS.items() if 132 * units <= most * sms and n <= tiles), default=1)
+
+
+def few_has_room(splits: int, window_keys: int, other_keys: int) -> bool:
+    """Whether `splits` blocks of the kernel for few queries hold a query's keys, the block with most of them included."""
+    window, other = -(-window_keys // _FEW_TILE), -(-other_keys // _FEW_TILE)
+    tiles = max((other - rank + splits - 1) // splits + (window + rank) // splits for rank in range(splits))
+    return tiles <= _few_tiles(splits)
+
+
+def choose_few(units: int, window_keys: int, other_keys: int, sms: int) -> int | None:
+    """Blocks of one cluster that take 16 heads of a query (a unit) at once; None where not all run at once or have no room."""
+    at_once = (splits for splits, most in _FEW_SPLITS.items() if 132 * units <= most * sms)
+    return next((splits for splits in at_once if few_has_room(splits, window_keys, other_keys)), None)
 
 
 def _check(q: torch.Tensor, slots: torch.Tensor, name: str) -> None:
@@ -74,8 +117,9 @@ def sparse_mla_decode(
         compressed_pool: uint8 pool of `nvfp4` records, or None.
         compressed_slots: int32 or int64 [t, k].
         out: Where to write; default a new tensor.
-        splits: Blocks that share a query's keys (sm90 kernel): 1, 2, 4 or 8; default by the number of multiprocessors.
-        kernel: `sm90` or `portable`; default what the device supports best.
+        splits: Blocks that share a query's keys (kernels for sm90): 1, 2, 4 or 8, or of `sm90_few` 4, 5, 8 or 10; default by the
+            number of multiprocessors.
+        kernel: `sm90`, `sm90_few` or `portable`; default what the device supports best, with `splits` not `sm90_few`.
         return_lse: Also return the natural log-sum-exp without the sink, float32 [t, heads], +inf for empty rows.
 
     Returns:
@@ -108,10 +152,16 @@ def sparse_mla_decode(
     lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
     if t:
         if kernel is None:
-            kernel = "sm90" if _fits_sm90(q, out, window_pool, compressed_pool) else "portable"
+            kernel = "portable"
+            if _fits_sm90(q, out, window_pool, compressed_pool):
+                units, keys = t * -(-heads // _FEW_HEADS), (window_slots.shape[1], extra_slots.shape[1])
+                few = None if splits else choose_few(units, *keys, sm_count(q.device))
+                kernel, splits = ("sm90_few", few) if few else ("sm90", splits)
         args = (q, window_pool, window_slots, window, extra_pool, extra_slots, extra, sink, out, lse, scale * _LOG2E)
         if kernel == "sm90":
             _launch_sm90(*args, splits=splits)
+        elif kernel == "sm90_few":
+            _launch_few(*args, splits=splits)
         else:
             _launch_portable(*args)
     return (out, lse) if return_lse else out
@@ -122,6 +172,8 @@ def _fits_sm90(q: torch.Tensor, out: torch.Tensor, *pools: torch.Tensor | None) 
     if device_arch(q.device) != 90 or q.dtype != torch.bfloat16 or q.shape[-1] != 512 or native_reason() is not None:
         return False
     wide = [t for t in (q, out, *pools) if t is not None]
+    if any(not 0 <= s < 2**32 for pool in pools if pool is not None for s in pool.stride()):
+        return False
     return all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in wide)
 
 
@@ -146,23 +198,42 @@ def _page_shift(size: int) -> int:
     return size.bit_length() - 1 if size & (size - 1) == 0 else -1
 
 
-def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2, *, splits) -> None:
+def _arguments(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2) -> tuple[float, ...]:
+    """What both kernels for sm90 take, in order."""
+    return (
+        q.data_ptr(), q.stride(0), q.stride(1),
+        pool.data_ptr(), slots.data_ptr(), view.stride_page, view.stride_row, slots.stride(0), slots.shape[1],
+        view.slots, view.page_size, _page_shift(view.page_size),
+        extra_pool.data_ptr(), extra_slots.data_ptr(), extra.stride_page, extra.stride_row, extra_slots.stride(0),
+        extra_slots.shape[1], extra.slots, extra.page_size, _page_shift(extra.page_size),
+        sink.data_ptr() if sink is not None else 0, out.data_ptr(), out.stride(0), out.stride(1), lse.data_ptr(), q.shape[1],
+        int(slots.dtype == torch.int64), scale_log2,
+    )  # fmt: skip
+
+
+def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, *rest, splits) -> None:
     t, heads, _ = q.shape
     blocks = -(-heads // _HEADS)
     tiles = -(-slots.shape[1] // _TILE) + -(-extra_slots.shape[1] // _TILE)
     splits = splits or choose_splits(t, blocks, tiles, sm_count(q.device))
     require(splits in _SPARSE_MLA, f"splits is {splits}; allowed: {', '.join(map(str, _SPARSE_MLA))}")
     items = t * blocks  # without a cluster a block takes several of them, one after the other
-    _SPARSE_MLA[splits](
-        (items * splits if splits > 1 else min(items, sm_count(q.device)), 1, 1),
-        q.data_ptr(), q.stride(0), q.stride(1),
-        pool.data_ptr(), slots.data_ptr(), view.stride_page, view.stride_row, slots.stride(0), slots.shape[1],
-        view.slots, view.page_size, _page_shift(view.page_size),
-        extra_pool.data_ptr(), extra_slots.data_ptr(), extra.stride_page, extra.stride_row, extra_slots.stride(0),
-        extra_slots.shape[1], extra.slots, extra.page_size, _page_shift(extra.page_size),
-        sink.data_ptr() if sink is not None else 0, out.data_ptr(), out.stride(0), out.stride(1), lse.data_ptr(), heads,
-        int(slots.dtype == torch.int64), scale_log2, items, device=q.device, cluster=splits,
-    )  # fmt: skip
+    grid = (items * splits if splits > 1 else min(items, sm_count(q.device)), 1, 1)
+    arguments = _arguments(q, pool, slots, view, extra_pool, extra_slots, *rest)
+    _SPARSE_MLA[splits](grid, *arguments, items, device=q.device, cluster=splits)
+
+
+def _launch_few(q, pool, slots, view, extra_pool, extra_slots, *rest, splits) -> None:
+    t, heads, _ = q.shape
+    units, keys = t * -(-heads // _FEW_HEADS), (slots.shape[1], extra_slots.shape[1])
+    splits = splits or choose_few(units, *keys, sm_count(q.device))
+    require(splits in _SPARSE_MLA_FEW, f"splits is {splits}; allowed: {', '.join(map(str, _SPARSE_MLA_FEW))}")
+    require(
+        few_has_room(splits, *keys),
+        f"{splits} blocks have no room for {keys[0]} and {keys[1]} keys; allowed: {_FEW_KEYS} together",
+    )
+    arguments = _arguments(q, pool, slots, view, extra_pool, extra_slots, *rest)
+    _SPARSE_MLA_FEW[splits]((splits, -(-heads // _FEW_HEADS), t), *arguments, device=q.device, cluster=splits)
 
 
 def sparse_mla_prefill(

@@ -168,6 +168,10 @@ _NATIVE: tuple[NativeSpec, ...] = (
     NativeSpec("sparse_mla-2", "sparse_mla.cu", 216 * 1024, ("SPLITS=2",), min_mma=88, max_stack=32, quick=True),
     NativeSpec("sparse_mla-4", "sparse_mla.cu", 216 * 1024, ("SPLITS=4",), min_mma=88),
     NativeSpec("sparse_mla-8", "sparse_mla.cu", 216 * 1024, ("SPLITS=8",), min_mma=88),
+    NativeSpec("sparse_mla_few-10", "sparse_mla_few.cu", 92752, ("SPLITS=10",), min_mma=64, quick=True),
+    NativeSpec("sparse_mla_few-8", "sparse_mla_few.cu", 110992, ("SPLITS=8",), min_mma=64),
+    NativeSpec("sparse_mla_few-5", "sparse_mla_few.cu", 166096, ("SPLITS=5",), min_mma=64),
+    NativeSpec("sparse_mla_few-4", "sparse_mla_few.cu", 202960, ("SPLITS=4",), min_mma=64),
     NativeSpec("indexer_logits", "indexer.cu", 37 * 1024, ("BLOCKS=6", "STAGES=3"), min_mma=20, quick=True),
     *(
         NativeSpec(f"router_select-{items}", "router.cu", defines=(f"ITEMS={items}",), quick=items == 12)

@@ -41,6 +41,9 @@ struct Shared {
     float2 stats[SIZE][HEADS];      // of the cluster's blocks: maximum, sum
     u64 ready, received;
 };
+#ifdef SHARED
+static_assert(sizeof(Shared) <= SHARED, "the launch asks for less shared memory");
+#endif
 
 __device__ __forceinline__ u32 swizzle(int row) { return ((row & 1) << 2) | ((row >> 1) & 3); }
 __host__ __device__ constexpr int first_slice(int rank) { return (16 * rank + SIZE - 1) / SIZE; }
