@@ -18,7 +18,10 @@
 #ifndef EXCHANGE_BF16
 #define EXCHANGE_BF16 0
 #endif
-constexpr int SIZE = SPLITS, HEADS = 16, TILES = (40 + SIZE - 1) / SIZE, KEYS = 16 * TILES;  // tiles and keys that a block has room for
+#ifndef HEADS
+#define HEADS 16
+#endif
+constexpr int SIZE = SPLITS, GROUPS = HEADS / 16, TILES = (40 + SIZE - 1) / SIZE, KEYS = 16 * TILES;  // tiles and keys that a block has room for
 constexpr int WARPS = TILES * PARTS, THREADS = 32 * WARPS, QUARTERS = 4 / PARTS;           // quarters of the channels that a warp decodes
 constexpr int WRITERS = WARPS >= 16 ? 16 : 8, EACH = 16 / WRITERS;  // warps that have heads and slices of 32 channels, and how many of each
 constexpr int SLOTS = (16 + SIZE - 1) / SIZE;                       // slices of a block, at most
@@ -89,7 +92,7 @@ __device__ __forceinline__ void factors(const Codes& c, bool there, int quad, u3
 template <bool WINDOW>
 __device__ __forceinline__ void multiply_tile(Shared& s, const Codes (&codes)[QUARTERS][2], const int (&slot)[2], int tile, int part, int lane) {
     const int row = lane >> 2, quad = lane & 3;
-    float c[2][4] = {};
+    float c[GROUPS][2][4] = {};
     const u32 target = shared_address(s.keys) + (16 * tile + row) * 1024, query = shared_address(s.query) + lane * 16;
 #pragma unroll
     for (int i = 0; i < QUARTERS; ++i) {
@@ -99,22 +102,32 @@ __device__ __forceinline__ void multiply_tile(Shared& s, const Codes (&codes)[QU
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const u32 chunk = ((16 * quarter + 4 * j + quad) ^ swizzle(row)) << 4;
-            const uint4 q0 = load_shared4(query + (8 * quarter + 2 * j) * 512), q1 = load_shared4(query + (8 * quarter + 2 * j + 1) * 512);
+            u32 x[2][4];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                u32 x[4];
-                decode<WINDOW>(codes[i][r], j, f[r][j >> 1], x);
-                store_shared4(target + 8192 * r + chunk, x[0], x[1], x[2], x[3]);
-                multiply_16816(c[r], q0.x, q0.y, q0.z, q0.w, x[0], x[1]);
-                multiply_16816(c[r], q1.x, q1.y, q1.z, q1.w, x[2], x[3]);
+                decode<WINDOW>(codes[i][r], j, f[r][j >> 1], x[r]);
+                store_shared4(target + 8192 * r + chunk, x[r][0], x[r][1], x[r][2], x[r][3]);
+            }
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) {
+                const u32 at = query + g * 16384 + (8 * quarter + 2 * j) * 512;
+                const uint4 q0 = load_shared4(at), q1 = load_shared4(at + 512);
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    multiply_16816(c[g][r], q0.x, q0.y, q0.z, q0.w, x[r][0], x[r][1]);
+                    multiply_16816(c[g][r], q1.x, q1.y, q1.z, q1.w, x[r][2], x[r][3]);
+                }
             }
         }
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float* at = &s.logits[part][row][16 * tile + 8 * r + 2 * quad];
-        *reinterpret_cast<float2*>(at) = float2{c[r][0], c[r][1]};
-        *reinterpret_cast<float2*>(at + 8 * LOGIT_ROW) = float2{c[r][2], c[r][3]};
+    for (int g = 0; g < GROUPS; ++g) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float* at = &s.logits[part][16 * g + row][16 * tile + 8 * r + 2 * quad];
+            *reinterpret_cast<float2*>(at) = float2{c[g][r][0], c[g][r][1]};
+            *reinterpret_cast<float2*>(at + 8 * LOGIT_ROW) = float2{c[g][r][2], c[g][r][3]};
+        }
     }
     if (part == 0 && quad < 2) s.bias[16 * tile + 8 * quad + row] = (quad ? slot[1] : slot[0]) >= 0 ? 0.0f : NEG_INF;
 }
@@ -125,10 +138,10 @@ __device__ __forceinline__ float warp_max(float x) {  // as integers of the same
 }
 
 // Logits of a warp's heads to probabilities; of each head the maximum and a lane's part of the sum.
-__device__ __forceinline__ void probabilities(Shared& s, float (&top)[EACH], float (&sum)[EACH], int keys, float scale, int warp, int lane) {
+__device__ __forceinline__ void probabilities(Shared& s, float (&top)[EACH * GROUPS], float (&sum)[EACH * GROUPS], int keys, float scale, int warp, int lane) {
     constexpr int STEPS = (KEYS + 31) / 32;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < EACH * GROUPS; ++i) {
         const int head = warp + WRITERS * i;
         float x[STEPS];
         top[i] = NEG_INF;
@@ -158,7 +171,7 @@ __device__ __forceinline__ void probabilities(Shared& s, float (&top)[EACH], flo
 }
 
 // A warp's slices of the channels: sums over this block's keys.
-__device__ __forceinline__ void multiply_values(Shared& s, float (&o)[EACH][4][4], int tiles, int warp, int lane) {
+__device__ __forceinline__ void multiply_values(Shared& s, float (&o)[GROUPS][EACH][4][4], int tiles, int warp, int lane) {
     const int line = lane & 15, half = lane >> 4;
     const u32 weights = shared_address(s.weights) + line * WEIGHT_ROW + 16 * half, values = shared_address(s.keys) + line * 1024;
     u32 chunk[EACH][2];
@@ -169,16 +182,20 @@ __device__ __forceinline__ void multiply_values(Shared& s, float (&o)[EACH][4][4
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
         if (t < tiles) {
-            u32 a[4];
-            load_matrices(a, weights + 32 * t);
+            u32 a[GROUPS][4];
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g) load_matrices(a[g], weights + 16 * g * WEIGHT_ROW + 32 * t);
 #pragma unroll
             for (int e = 0; e < EACH; ++e) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     u32 b[4];
                     load_matrices_across(b, chunk[e][i] + t * 16384);
-                    multiply_16816(o[e][2 * i], a[0], a[1], a[2], a[3], b[0], b[1]);
-                    multiply_16816(o[e][2 * i + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+#pragma unroll
+                    for (int g = 0; g < GROUPS; ++g) {
+                        multiply_16816(o[g][e][2 * i], a[g][0], a[g][1], a[g][2], a[g][3], b[0], b[1]);
+                        multiply_16816(o[g][e][2 * i + 1], a[g][0], a[g][1], a[g][2], a[g][3], b[2], b[3]);
+                    }
                 }
             }
         }
@@ -187,8 +204,8 @@ __device__ __forceinline__ void multiply_values(Shared& s, float (&o)[EACH][4][4
 
 // A slice to the block that finishes it: float16 times a power of two of its own for each head, so that the largest value lies between
 // 2^14 and 2^15.
-__device__ __forceinline__ void send_slice(Shared& s, const float (&o)[4][4], int rank, int slice, int lane) {
-    const int owner = slice * SIZE / 16, place = (rank * SLOTS + slice - first_slice(owner)) * HEADS + (lane >> 2);
+__device__ __forceinline__ void send_slice(Shared& s, const float (&o)[4][4], int rank, int slice, int group, int lane) {
+    const int owner = slice * SIZE / 16, place = (rank * SLOTS + slice - first_slice(owner)) * HEADS + 16 * group + (lane >> 2);
     const u32 away = peer_address(shared_address(&s), owner) - shared_address(&s), bar = shared_address(&s.received) + away;
     const u32 target = shared_address(s.slices) + place * 64 + 16 * (lane & 3) + away, factors = shared_address(s.factors + place) + away;
 #pragma unroll
@@ -210,25 +227,24 @@ __device__ __forceinline__ void send_slice(Shared& s, const float (&o)[4][4], in
         }
     }
 }
-__device__ __forceinline__ void send_stats(Shared& s, const float (&top)[EACH], float (&sum)[EACH], int rank, int warp, int lane) {
+__device__ __forceinline__ void send_stats(Shared& s, const float (&top)[EACH * GROUPS], float (&sum)[EACH * GROUPS], int rank, int warp, int lane) {
 #pragma unroll
     for (int d = 16; d; d >>= 1)
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], d);
+        for (int i = 0; i < EACH * GROUPS; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], d);
     if (lane < SIZE) {
         const u32 away = peer_address(shared_address(&s), lane) - shared_address(&s);
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
+        for (int i = 0; i < EACH * GROUPS; ++i)
             send_async2(shared_address(&s.stats[rank][WRITERS * i + warp]) + away, __float_as_uint(top[i]), __float_as_uint(sum[i]),
                         shared_address(&s.received) + away);
     }
 }
 constexpr u32 received_bytes(int slices) { return SIZE * HEADS * (slices * (EXCHANGE_BF16 ? 64 : 68) + 8); }
 
-// This block's slices summed over the cluster, written out. A thread has two chunks' channels quad and quad + 4.
-__device__ __forceinline__ void finish(Shared& s, int rank, int heads, u16* out, i64 stride_h, float* lse) {
-    const int first = first_slice(rank), slots = first_slice(rank + 1) - first;
-    const int i = threadIdx.x, pair = i & 1, quad = (i >> 1) & 3, slot = (i >> 3) % SLOTS, head = (i >> 3) / SLOTS, slice = first + slot;
+// A thread has two chunks' channels quad and quad + 4 of a slice and head.
+__device__ __forceinline__ void finish_one(Shared& s, int first, int slots, int i, int heads, u16* out, i64 stride_h, float* lse) {
+    const int pair = i & 1, quad = (i >> 1) & 3, slot = (i >> 3) % SLOTS, head = (i >> 3) / SLOTS, slice = first + slot;
     if (slot >= slots || head >= min(heads, HEADS)) return;  // all eight of a slice and head together
     float2 stats[SIZE];
     float top = NEG_INF, total = 0.0f, sum[4] = {};
@@ -257,6 +273,13 @@ __device__ __forceinline__ void finish(Shared& s, int rank, int heads, u16* out,
     *reinterpret_cast<u32*>(target) = prmt(low, high, 0x5410);
     *reinterpret_cast<u32*>(target + 4) = prmt(low, high, 0x7632);
     if (slice == 0 && (i & 7) == 0) lse[head] = total > 0.0f ? (safe + __log2f(total)) * LN2 : -NEG_INF;
+}
+
+// This block's slices summed over the cluster, written out.
+__device__ __forceinline__ void finish(Shared& s, int rank, int heads, u16* out, i64 stride_h, float* lse) {
+    const int first = first_slice(rank), slots = first_slice(rank + 1) - first;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < SLOTS * HEADS * 8; i += THREADS) finish_one(s, first, slots, i, heads, out, stride_h, lse);
 }
 
 #ifdef CLOCKS
@@ -306,11 +329,11 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
     const int2 stored[2] = {from.slot(query, key, there), from.slot(query, key + 8, there)};
 
     // Queries: fragments of 16 heads by 16 channels. A unit is a chunk of heads h and h + 8; two fragments have its words.
-    constexpr int UNITS = (512 + THREADS - 1) / THREADS;
+    constexpr int UNITS = (512 * GROUPS + THREADS - 1) / THREADS;
     uint4 value[UNITS][2];
 #pragma unroll
     for (int i = 0; i < UNITS; ++i) {
-        const int unit = threadIdx.x + i * THREADS, head = first_head + ((unit >> 6) & 7);
+        const int unit = threadIdx.x + i * THREADS, head = first_head + 16 * (unit >> 9) + ((unit >> 6) & 7);
         const u16* at = q + query * q_stride_n + head * q_stride_h + 8 * (unit & 63);
         value[i][0] = head < heads ? __ldg(reinterpret_cast<const uint4*>(at)) : uint4{0, 0, 0, 0};
         value[i][1] = head + 8 < heads ? __ldg(reinterpret_cast<const uint4*>(at + 8 * q_stride_h)) : uint4{0, 0, 0, 0};
@@ -338,10 +361,10 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
     if (threadIdx.x < HEADS) s.sink[threadIdx.x] = sink_log2;
 #pragma unroll
     for (int i = 0; i < UNITS; ++i) {
-        const int unit = threadIdx.x + i * THREADS, head = unit >> 6, chunk = unit & 63;
-        if (unit >= 512) continue;
+        const int unit = threadIdx.x + i * THREADS, head = (unit >> 6) & 7, chunk = unit & 63;
+        if (unit >= 512 * GROUPS) continue;
         const uint4 v = value[i][0], u = value[i][1];
-        const u32 target = shared_address(s.query) + (8 * (chunk >> 4) + 2 * (chunk & 3)) * 512 + head * 64 + ((chunk >> 2) & 3) * 16;
+        const u32 target = shared_address(s.query) + (unit >> 9) * 16384 + (8 * (chunk >> 4) + 2 * (chunk & 3)) * 512 + head * 64 + ((chunk >> 2) & 3) * 16;
         store_shared4(target, prmt(v.x, v.z, 0x5410), prmt(u.x, u.z, 0x5410), prmt(v.x, v.z, 0x7632), prmt(u.x, u.z, 0x7632));
         store_shared4(target + 512, prmt(v.y, v.w, 0x5410), prmt(u.y, u.w, 0x5410), prmt(v.y, v.w, 0x7632), prmt(u.y, u.w, 0x7632));
     }
@@ -355,20 +378,22 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
     STAMP(4);
     __syncthreads();
     STAMP(5);
-    float top[EACH], sum[EACH];
+    float top[EACH * GROUPS], sum[EACH * GROUPS];
     if (warp < WRITERS) probabilities(s, top, sum, 16 * tiles, scale_log2 * TWO_60, warp, lane);
     STAMP(6);
     __syncthreads();
     if (threadIdx.x < SIZE) peer_arrive(peer_address(shared_address(&s.ready), threadIdx.x));  // the place of the logits is free
     STAMP(7);
     if (warp < WRITERS) {
-        float o[EACH][4][4] = {};
+        float o[GROUPS][EACH][4][4] = {};
         multiply_values(s, o, tiles, warp, lane);
         STAMP(8);
         barrier_wait_cluster(shared_address(&s.ready), 0);
         STAMP(9);
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) send_slice(s, o[e], rank, EACH * warp + e, lane);
+        for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) send_slice(s, o[g][e], rank, EACH * warp + e, g, lane);
         send_stats(s, top, sum, rank, warp, lane);
     }
     STAMP(10);
