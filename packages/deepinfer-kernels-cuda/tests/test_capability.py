@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import deepinfer_kernels_cuda as kernels  # noqa: E402
 from deepinfer_kernels_cuda import capability  # noqa: E402
-from deepinfer_kernels_cuda.attention import choose_few, choose_splits, few_has_room  # noqa: E402
+from deepinfer_kernels_cuda.attention import FEW, choose_few, choose_splits  # noqa: E402
 
 
 def test_cpu_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,12 +62,16 @@ def test_splits_fill_the_chip_once() -> None:
 
 
 def test_few_queries_run_at_once_and_have_room() -> None:
-    chosen = [choose_few(units, 128, 512, 132) for units in (1, 7, 8, 15, 16, 22, 23, 30)]
-    assert chosen == [10, 10, 8, 8, 5, 5, 4, 4], "clusters that run at once, by their size"
-    assert choose_few(31, 128, 512, 132) is None
-    assert choose_few(8, 128, 512, 66) == 5, "half the multiprocessors, half the clusters"
-    assert choose_few(4, 128, 528, 132) is None, "one tile more than there is room for"
-    assert choose_few(4, 640, 0, 132) == choose_few(4, 0, 640, 132) == 10
-    assert few_has_room(8, 0, 0)
-    assert few_has_room(8, 16 * 7, 16 * 33), "tiles of the two pools are dealt out from opposite ends"
-    assert not few_has_room(8, 16 * 9, 16 * 32)
+    def builds(heads: int, *queries: int) -> list[tuple[int, int] | None]:
+        chosen = [choose_few(n, heads, 128, 512, 132) for n in queries]
+        return [few and (few.splits, few.heads) for few in chosen]
+
+    assert builds(64, 1, 2, 3, 4, 5, 6, 7) == [(10, 16), (8, 16), (8, 16), (5, 16), (5, 16), (4, 16), (4, 16)]
+    assert builds(64, 8, 11, 12, 15, 16) == [(5, 32), (5, 32), (4, 32), (4, 32), None], "clusters that all run at once"
+    assert builds(16, 7, 8, 30) == [(10, 16), (8, 16), (4, 16)]
+    assert choose_few(2, 64, 128, 512, 66).splits == 5, "half the multiprocessors, half the clusters"
+    assert choose_few(1, 64, 128, 528, 132) is None, "one tile more than there is room for"
+    assert choose_few(1, 64, 640, 0, 132) == choose_few(1, 64, 0, 640, 132) == FEW[0]
+    assert all(few.has_room(0, 0) and few.has_room(128, 512) for few in FEW)
+    assert FEW[1].has_room(16 * 7, 16 * 33), "tiles of the two pools are dealt out from opposite ends"
+    assert not FEW[1].has_room(16 * 9, 16 * 32)

@@ -75,10 +75,10 @@ def test_sparse_mla_decode(t, heads, n, w, k, dtype) -> None:
     assert_near(out, want, dtype)
     assert (out[-1] == 0).all()
     if not INTERPRET and dtype == torch.bfloat16 and n == 512:
-        few = [("sm90_few", splits) for splits in (4, 5, 8, 10) if attention.few_has_room(splits, w, k)]
-        for kernel, splits in [*(("sm90", splits) for splits in (1, 2, 4, 8)), *few]:
+        few = [build for build in attention.FEW if build.has_room(w, k)]
+        for splits in (1, 2, 4, 8, *few):
             again, lse = kernels.sparse_mla_decode(
-                q, window, slots.int(), sink, scale=n**-0.5, kernel=kernel, splits=splits, return_lse=True,
+                q, window, slots.int(), sink, scale=n**-0.5, splits=splits, return_lse=True,
                 **{key: value.int() if value.dtype == torch.int64 else value for key, value in extra.items()},
             )  # fmt: skip
             assert_near(again, want, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -35,35 +36,58 @@ _SPARSE_MLA = {
     )
     for splits in (1, *_SPLITS)
 }
-#: The kernel for few queries: keys of its tiles, heads of a block; blocks that share those heads of a query, and up to how many
-#: such units they serve on 132 multiprocessors. It has room for as many keys as V4.1 selects with its window, and no more.
-_FEW_TILE, _FEW_HEADS, _FEW_KEYS = 16, 16, 640
-_FEW_SPLITS = {10: 7, 8: 15, 5: 22, 4: 30}
 
 
-def _few_tiles(splits: int) -> int:
-    """Tiles that a block has room for."""
-    return -(-_FEW_KEYS // (_FEW_TILE * splits))
+@dataclass(frozen=True)
+class Few:
+    """A build of the kernel for few queries: a cluster serves a unit, `heads` heads of a query, and takes all its keys at once.
+
+    Attributes:
+        splits: Blocks of a cluster.
+        heads: 16 or 32.
+        parts: Warps that share a tile of 16 keys: 1, 2 or 4.
+        most: Units that run at once on 132 multiprocessors.
+    """
+
+    splits: int
+    heads: int
+    parts: int
+    most: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 keys that a block has room for: as many keys as V4.1 selects with its window, and no more."""
+        return -(-640 // (16 * self.splits))
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: keys, then queries and logits or what takes their place, the rest."""
+        keys, slices = 16 * self.tiles, self.splits * -(-16 // self.splits)
+        before = self.heads * (1024 + 4 * self.parts * (keys + 8))
+        after = self.heads * (2 * keys + 16 + 68 * slices)
+        return keys * 1024 + max(before, after) + 4 * (keys + self.heads) + 8 * self.splits * self.heads + 16
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Macros of the source."""
+        return (f"SPLITS={self.splits}", f"HEADS={self.heads}", f"PARTS={self.parts}", f"SHARED={self.shared}")
+
+    def has_room(self, window_keys: int, other_keys: int) -> bool:
+        """Whether the block with most of a query's tiles can hold them; the two pools are dealt out from opposite ends."""
+        window, other = -(-window_keys // 16), -(-other_keys // 16)
+        n = self.splits
+        return max((other - rank + n - 1) // n + (window + rank) // n for rank in range(n)) <= self.tiles
 
 
-def few_shared(splits: int) -> int:
-    """Bytes of shared memory of the kernel for few queries: keys, then queries and logits or what takes their place, the rest."""
-    keys, slices = _FEW_TILE * _few_tiles(splits), splits * -(-16 // splits) * _FEW_HEADS
-    before, after = _FEW_HEADS * (1024 + 2 * 4 * (keys + 8)), _FEW_HEADS * (2 * keys + 16) + slices * 68
-    return keys * 1024 + max(before, after) + 4 * (keys + _FEW_HEADS) + 8 * splits * _FEW_HEADS + 16
-
-
+#: Fastest first, where it has room.
+FEW = (Few(10, 16, 2, 7), Few(8, 16, 2, 15), Few(5, 16, 2, 22), Few(4, 16, 2, 30), Few(5, 32, 2, 22), Few(4, 32, 1, 30))
 _SPARSE_MLA_FEW = {
-    splits: NativeKernel(
-        "sparse_mla_few.cu",
-        "sparse_mla_few",
-        _POOLS,
-        threads=64 * _few_tiles(splits),
-        shared=few_shared(splits),
-        defines=(f"SPLITS={splits}", f"SHARED={few_shared(splits)}"),
+    few: NativeKernel(
+        "sparse_mla_few.cu", "sparse_mla_few", _POOLS,
+        threads=32 * few.tiles * few.parts, shared=few.shared, defines=few.defines,
     )
-    for splits in _FEW_SPLITS
-}
+    for few in FEW
+}  # fmt: skip
 
 
 def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
@@ -72,17 +96,10 @@ def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
     return max((n for n, most in _SPLITS.items() if 132 * units <= most * sms and n <= tiles), default=1)
 
 
-def few_has_room(splits: int, window_keys: int, other_keys: int) -> bool:
-    """Whether `splits` blocks of the kernel for few queries hold a query's keys, the block with most of them included."""
-    window, other = -(-window_keys // _FEW_TILE), -(-other_keys // _FEW_TILE)
-    tiles = max((other - rank + splits - 1) // splits + (window + rank) // splits for rank in range(splits))
-    return tiles <= _few_tiles(splits)
-
-
-def choose_few(units: int, window_keys: int, other_keys: int, sms: int) -> int | None:
-    """Blocks of one cluster that take 16 heads of a query (a unit) at once; None where not all run at once or have no room."""
-    at_once = (splits for splits, most in _FEW_SPLITS.items() if 132 * units <= most * sms)
-    return next((splits for splits in at_once if few_has_room(splits, window_keys, other_keys)), None)
+def choose_few(queries: int, heads: int, window_keys: int, other_keys: int, sms: int) -> Few | None:
+    """The build whose clusters all run at once and have room for the keys, or None."""
+    at_once = (few for few in FEW if 132 * queries * -(-heads // few.heads) <= few.most * sms)
+    return next((few for few in at_once if few.has_room(window_keys, other_keys)), None)
 
 
 def _check(q: torch.Tensor, slots: torch.Tensor, name: str) -> None:
@@ -102,7 +119,7 @@ def sparse_mla_decode(
     compressed_pool: torch.Tensor | None = None,
     compressed_slots: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    splits: int | None = None,
+    splits: int | Few | None = None,
     kernel: str | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -117,9 +134,9 @@ def sparse_mla_decode(
         compressed_pool: uint8 pool of `nvfp4` records, or None.
         compressed_slots: int32 or int64 [t, k].
         out: Where to write; default a new tensor.
-        splits: Blocks that share a query's keys (kernels for sm90): 1, 2, 4 or 8, or of `sm90_few` 4, 5, 8 or 10; default by the
-            number of multiprocessors.
-        kernel: `sm90`, `sm90_few` or `portable`; default what the device supports best, with `splits` not `sm90_few`.
+        splits: How blocks share a query's keys (sm90): 1, 2, 4 or 8 of them, or a build of the kernel for few queries, one
+            of `FEW` with room for the keys; default what runs fastest.
+        kernel: `sm90` or `portable`; default what the device supports best.
         return_lse: Also return the natural log-sum-exp without the sink, float32 [t, heads], +inf for empty rows.
 
     Returns:
@@ -152,16 +169,10 @@ def sparse_mla_decode(
     lse = torch.empty(t, heads, dtype=torch.float32, device=q.device)
     if t:
         if kernel is None:
-            kernel = "portable"
-            if _fits_sm90(q, out, window_pool, compressed_pool):
-                units, keys = t * -(-heads // _FEW_HEADS), (window_slots.shape[1], extra_slots.shape[1])
-                few = None if splits else choose_few(units, *keys, sm_count(q.device))
-                kernel, splits = ("sm90_few", few) if few else ("sm90", splits)
+            kernel = "sm90" if _fits_sm90(q, out, window_pool, compressed_pool) else "portable"
         args = (q, window_pool, window_slots, window, extra_pool, extra_slots, extra, sink, out, lse, scale * _LOG2E)
         if kernel == "sm90":
             _launch_sm90(*args, splits=splits)
-        elif kernel == "sm90_few":
-            _launch_few(*args, splits=splits)
         else:
             _launch_portable(*args)
     return (out, lse) if return_lse else out
@@ -211,29 +222,23 @@ def _arguments(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, 
     )  # fmt: skip
 
 
-def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, *rest, splits) -> None:
+def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, *rest, splits: int | Few | None) -> None:
     t, heads, _ = q.shape
+    keys, sms = (slots.shape[1], extra_slots.shape[1]), sm_count(q.device)
+    arguments = _arguments(q, pool, slots, view, extra_pool, extra_slots, *rest)
+    splits = splits or choose_few(t, heads, *keys, sms)
+    if isinstance(splits, Few):
+        require(splits in _SPARSE_MLA_FEW, f"splits is {splits}; allowed: {FEW}")
+        require(splits.has_room(*keys), f"{splits} has no room for {keys[0]} and {keys[1]} keys")
+        grid = (splits.splits, -(-heads // splits.heads), t)
+        _SPARSE_MLA_FEW[splits](grid, *arguments, device=q.device, cluster=splits.splits)
+        return
     blocks = -(-heads // _HEADS)
-    tiles = -(-slots.shape[1] // _TILE) + -(-extra_slots.shape[1] // _TILE)
-    splits = splits or choose_splits(t, blocks, tiles, sm_count(q.device))
+    splits = splits or choose_splits(t, blocks, sum(-(-n // _TILE) for n in keys), sms)
     require(splits in _SPARSE_MLA, f"splits is {splits}; allowed: {', '.join(map(str, _SPARSE_MLA))}")
     items = t * blocks  # without a cluster a block takes several of them, one after the other
-    grid = (items * splits if splits > 1 else min(items, sm_count(q.device)), 1, 1)
-    arguments = _arguments(q, pool, slots, view, extra_pool, extra_slots, *rest)
+    grid = (items * splits if splits > 1 else min(items, sms), 1, 1)
     _SPARSE_MLA[splits](grid, *arguments, items, device=q.device, cluster=splits)
-
-
-def _launch_few(q, pool, slots, view, extra_pool, extra_slots, *rest, splits) -> None:
-    t, heads, _ = q.shape
-    units, keys = t * -(-heads // _FEW_HEADS), (slots.shape[1], extra_slots.shape[1])
-    splits = splits or choose_few(units, *keys, sm_count(q.device))
-    require(splits in _SPARSE_MLA_FEW, f"splits is {splits}; allowed: {', '.join(map(str, _SPARSE_MLA_FEW))}")
-    require(
-        few_has_room(splits, *keys),
-        f"{splits} blocks have no room for {keys[0]} and {keys[1]} keys; allowed: {_FEW_KEYS} together",
-    )
-    arguments = _arguments(q, pool, slots, view, extra_pool, extra_slots, *rest)
-    _SPARSE_MLA_FEW[splits]((splits, -(-heads // _FEW_HEADS), t), *arguments, device=q.device, cluster=splits)
 
 
 def sparse_mla_prefill(
