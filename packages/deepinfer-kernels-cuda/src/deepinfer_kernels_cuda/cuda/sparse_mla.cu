@@ -614,6 +614,9 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     }
     __syncthreads();
     if (SIZE > 1) cluster_arrive();  // relaxed: what it publishes are barriers
+#if defined(EARLY) && EARLY == 1
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
     wait_for_kernels();
     const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
     const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
@@ -643,6 +646,9 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
             for (int i = 0; i < 128; ++i) c.value(i) = 0.0f;
             c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
             consume(s, c, turn, tiles, scale_log2 * TWO_60, rank);
+#if defined(EARLY) && EARLY == 2
+            asm volatile("griddepcontrol.launch_dependents;");
+#endif
             const int head = first_head + c.row;
             const Output to{out, out_stride_n, out_stride_h, lse,
                             {sink && head < heads ? __ldg(sink + head) * LOG2E : NEG_INF,
