@@ -51,7 +51,8 @@ def check(case: dict, **options: object) -> float:
 
 def name(queries: int, heads: int, keys: int, splits: int | None) -> str:
     """Of the kernel that runs: the one for few queries where it is the default."""
-    few = attention.choose_few(queries, heads, 128, keys - 128, capability.sm_count(torch.device("cuda"))) if splits is None else None
+    sms = capability.sm_count(torch.device("cuda"))
+    few = attention.choose_few(queries, heads, 128, keys - 128, sms) if splits is None else None
     return f"sm90 few {few.splits} x {few.heads}" if few else f"sm90 splits={splits}"
 
 
