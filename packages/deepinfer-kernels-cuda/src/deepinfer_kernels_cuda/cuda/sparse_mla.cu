@@ -17,10 +17,7 @@
 // Built once for each number of blocks in a cluster: SPLITS is 1, 2, 4 or 8.
 constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = CONSUMERS + 32 * PRODUCERS;
 constexpr int UNITS = 32 / PRODUCERS, ROWS = UNITS / 4;  // 16-byte units that a producer thread has of a step, and records of 288 bytes they are of
-#ifndef PIECES_OF_TWO
-#define PIECES_OF_TWO 4
-#endif
-constexpr int PIECES = SIZE == 2 ? PIECES_OF_TWO : SIZE == 4 ? (PIECES_OF_TWO > 1 ? 2 : 1) : 1;  // in which a slice travels, each with a barrier of its own
+constexpr int PIECES = SIZE == 2 ? 4 : SIZE == 4 ? 2 : 1;  // in which a slice travels, each with a barrier of its own
 
 struct Shared {
     u8 query[TILE_BYTES];    // later: slices of the other blocks' results, where they have sent them; without others, the output
@@ -614,9 +611,6 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     }
     __syncthreads();
     if (SIZE > 1) cluster_arrive();  // relaxed: what it publishes are barriers
-#if defined(EARLY) && EARLY == 1
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
     wait_for_kernels();
     const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
     const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
@@ -646,9 +640,6 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
             for (int i = 0; i < 128; ++i) c.value(i) = 0.0f;
             c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
             consume(s, c, turn, tiles, scale_log2 * TWO_60, rank);
-#if defined(EARLY) && EARLY == 2
-            asm volatile("griddepcontrol.launch_dependents;");
-#endif
             const int head = first_head + c.row;
             const Output to{out, out_stride_n, out_stride_h, lse,
                             {sink && head < heads ? __ldg(sink + head) * LOG2E : NEG_INF,

@@ -1,7 +1,7 @@
 #include "hopper.cuh"
 #include "slots.cuh"
 #include "mma.cuh"
-// Sparse MLA over quantised records for few queries: 512 channels, keys equal values, blocks of 16 heads.
+// Sparse MLA over quantised records for few queries: 512 channels, keys equal values, blocks of 16 or 32 heads.
 //
 // A cluster shares one (query, block of heads): each of its SPLITS blocks takes every SPLITS-th tile of 16 keys, all at once, and
 // finishes some slices of the channels. A warp decodes a part of the channels of one tile into fragments of warp-level products, from
@@ -12,19 +12,11 @@
 //
 // Scale: as in sparse_mla.cu keys are their values times 2^-60.
 
-#ifndef PARTS
-#define PARTS (SPLITS > 10 ? 4 : 2)
-#endif
-#ifndef EXCHANGE_BF16
-#define EXCHANGE_BF16 0
-#endif
-#ifndef HEADS
-#define HEADS 16
-#endif
-constexpr int SIZE = SPLITS, GROUPS = HEADS / 16, TILES = (40 + SIZE - 1) / SIZE, KEYS = 16 * TILES;  // tiles and keys that a block has room for
-constexpr int WARPS = TILES * PARTS, THREADS = 32 * WARPS, QUARTERS = 4 / PARTS;           // quarters of the channels that a warp decodes
-constexpr int WRITERS = WARPS >= 16 ? 16 : 8, EACH = 16 / WRITERS;  // warps that have heads and slices of 32 channels, and how many of each
-constexpr int SLOTS = (16 + SIZE - 1) / SIZE;                       // slices of a block, at most
+// Built for several SPLITS; HEADS is 16 or 32, PARTS (warps that share a tile) 1, 2 or 4, SHARED what a launch asks for, bytes.
+constexpr int SIZE = SPLITS, GROUPS = HEADS / 16, TILES = (40 + SIZE - 1) / SIZE, KEYS = 16 * TILES;  // tiles, keys: a block's room
+constexpr int WARPS = TILES * PARTS, THREADS = 32 * WARPS, QUARTERS = 4 / PARTS;  // quarters of the channels that a warp decodes
+constexpr int WRITERS = WARPS >= 16 ? 16 : 8, EACH = 16 / WRITERS;  // warps that have heads and slices of 32 channels; slices of each
+constexpr int SLOTS = (16 + SIZE - 1) / SIZE;                       // slices that a block finishes, at most
 constexpr int LOGIT_ROW = KEYS + 8, WEIGHT_ROW = 2 * KEYS + 16;
 
 struct Shared {
@@ -42,11 +34,10 @@ struct Shared {
     };
     float bias[KEYS], sink[HEADS];  // sink: in powers of two
     float2 stats[SIZE][HEADS];      // of the cluster's blocks: maximum, sum
-    u64 ready, received;
+    u64 ready, told, received;
 };
-#ifdef SHARED
 static_assert(sizeof(Shared) <= SHARED, "the launch asks for less shared memory");
-#endif
+static_assert(WARPS >= WRITERS, "too few warps for the slices");
 
 __device__ __forceinline__ u32 swizzle(int row) { return ((row & 1) << 2) | ((row >> 1) & 3); }
 __host__ __device__ constexpr int first_slice(int rank) { return (16 * rank + SIZE - 1) / SIZE; }
@@ -92,8 +83,11 @@ __device__ __forceinline__ void factors(const Codes& c, bool there, int quad, u3
 template <bool WINDOW>
 __device__ __forceinline__ void multiply_tile(Shared& s, const Codes (&codes)[QUARTERS][2], const int (&slot)[2], int tile, int part, int lane) {
     const int row = lane >> 2, quad = lane & 3;
-    float c[GROUPS][2][4] = {};
-    const u32 target = shared_address(s.keys) + (16 * tile + row) * 1024, query = shared_address(s.query) + lane * 16;
+    float c[2][GROUPS][2][4] = {};  // two sums each, so that a product does not wait for the one before
+    const u32 target = shared_address(s.keys) + (16 * tile + row) * 1024, query = shared_address(s.query) + lane * 16 + part * QUARTERS * 4096;
+    uint4 coming[GROUPS][2];
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) coming[g][0] = load_shared4(query + g * 16384), coming[g][1] = load_shared4(query + g * 16384 + 512);
 #pragma unroll
     for (int i = 0; i < QUARTERS; ++i) {
         const int quarter = part * QUARTERS + i;
@@ -102,6 +96,15 @@ __device__ __forceinline__ void multiply_tile(Shared& s, const Codes (&codes)[QU
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const u32 chunk = ((16 * quarter + 4 * j + quad) ^ swizzle(row)) << 4;
+            const bool last = i == QUARTERS - 1 && j == 3;
+            uint4 q[GROUPS][2];
+#pragma unroll
+            for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    q[g][k] = coming[g][k];
+                    if (!last) coming[g][k] = load_shared4(query + g * 16384 + (8 * i + 2 * j + 2 + k) * 512);
+                }
             u32 x[2][4];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -109,15 +112,12 @@ __device__ __forceinline__ void multiply_tile(Shared& s, const Codes (&codes)[QU
                 store_shared4(target + 8192 * r + chunk, x[r][0], x[r][1], x[r][2], x[r][3]);
             }
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
-                const u32 at = query + g * 16384 + (8 * quarter + 2 * j) * 512;
-                const uint4 q0 = load_shared4(at), q1 = load_shared4(at + 512);
+            for (int k = 0; k < 2; ++k)
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    multiply_16816(c[g][r], q0.x, q0.y, q0.z, q0.w, x[r][0], x[r][1]);
-                    multiply_16816(c[g][r], q1.x, q1.y, q1.z, q1.w, x[r][2], x[r][3]);
-                }
-            }
+                for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                        multiply_16816(c[k][g][r], q[g][k].x, q[g][k].y, q[g][k].z, q[g][k].w, x[r][2 * k], x[r][2 * k + 1]);
         }
     }
 #pragma unroll
@@ -125,8 +125,9 @@ __device__ __forceinline__ void multiply_tile(Shared& s, const Codes (&codes)[QU
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float* at = &s.logits[part][16 * g + row][16 * tile + 8 * r + 2 * quad];
-            *reinterpret_cast<float2*>(at) = float2{c[g][r][0], c[g][r][1]};
-            *reinterpret_cast<float2*>(at + 8 * LOGIT_ROW) = float2{c[g][r][2], c[g][r][3]};
+            const float (&a)[4] = c[0][g][r], (&b)[4] = c[1][g][r];
+            *reinterpret_cast<float2*>(at) = float2{a[0] + b[0], a[1] + b[1]};
+            *reinterpret_cast<float2*>(at + 8 * LOGIT_ROW) = float2{a[2] + b[2], a[3] + b[3]};
         }
     }
     if (part == 0 && quad < 2) s.bias[16 * tile + 8 * quad + row] = (quad ? slot[1] : slot[0]) >= 0 ? 0.0f : NEG_INF;
@@ -139,31 +140,37 @@ __device__ __forceinline__ float warp_max(float x) {  // as integers of the same
 
 // Logits of a warp's heads to probabilities; of each head the maximum and a lane's part of the sum.
 __device__ __forceinline__ void probabilities(Shared& s, float (&top)[EACH * GROUPS], float (&sum)[EACH * GROUPS], int keys, float scale, int warp, int lane) {
-    constexpr int STEPS = (KEYS + 31) / 32;
+    constexpr int STEPS = (KEYS + 31) / 32, MINE = EACH * GROUPS;
+    float x[MINE][STEPS];
 #pragma unroll
-    for (int i = 0; i < EACH * GROUPS; ++i) {
-        const int head = warp + WRITERS * i;
-        float x[STEPS];
-        top[i] = NEG_INF;
+    for (int k = 0; k < STEPS; ++k) {
+        const int key = 32 * k + lane;
+        const bool there = key < keys;
+        const float bias = there ? s.bias[key] : NEG_INF;
 #pragma unroll
-        for (int k = 0; k < STEPS; ++k) {
-            const int key = 32 * k + lane;
-            x[k] = NEG_INF;
-            if (key < keys) {
-                float all = s.logits[0][head][key];
+        for (int i = 0; i < MINE; ++i) {
+            float all = there ? s.logits[0][warp + WRITERS * i][key] : 0.0f;
 #pragma unroll
-                for (int p = 1; p < PARTS; ++p) all += s.logits[p][head][key];
-                x[k] = fmaf(all, scale, s.bias[key]);
-            }
-            top[i] = fmaxf(top[i], x[k]);
+            for (int p = 1; p < PARTS; ++p) all += there ? s.logits[p][warp + WRITERS * i][key] : 0.0f;
+            x[i][k] = fmaf(all, scale, bias);
         }
-        top[i] = warp_max(top[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+        top[i] = x[i][0];
+#pragma unroll
+        for (int k = 1; k < STEPS; ++k) top[i] = fmaxf(top[i], x[i][k]);
+    }
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) top[i] = warp_max(top[i]);
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
         const float safe = top[i] == NEG_INF ? 0.0f : top[i];
-        u16* weights = reinterpret_cast<u16*>(s.weights + head * WEIGHT_ROW);
+        u16* weights = reinterpret_cast<u16*>(s.weights + (warp + WRITERS * i) * WEIGHT_ROW);
         sum[i] = 0.0f;
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {
-            const float p = exp2_fast(x[k] - safe);
+            const float p = exp2_fast(x[i][k] - safe);
             sum[i] += p;
             if (32 * k + lane < keys) weights[32 * k + lane] = u16(pack_bf16(p, 0.0f));
         }
@@ -179,54 +186,33 @@ __device__ __forceinline__ void multiply_values(Shared& s, float (&o)[GROUPS][EA
     for (int e = 0; e < EACH; ++e)
 #pragma unroll
         for (int i = 0; i < 2; ++i) chunk[e][i] = values + (((4 * (EACH * warp + e) + 2 * i + half) ^ swizzle(line)) << 4);
+    u32 a[2][GROUPS][4], b[2][EACH][2][4];
+    const auto load = [&](int t) {
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) load_matrices(a[t & 1][g], weights + 16 * g * WEIGHT_ROW + 32 * t);
+#pragma unroll
+        for (int e = 0; e < EACH; ++e)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) load_matrices_across(b[t & 1][e][i], chunk[e][i] + t * 16384);
+    };
+    if (tiles > 0) load(0);
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-        if (t < tiles) {
-            u32 a[GROUPS][4];
+        if (t >= tiles) break;
+        if (t + 1 < TILES && t + 1 < tiles) load(t + 1);
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) load_matrices(a[g], weights + 16 * g * WEIGHT_ROW + 32 * t);
+        for (int e = 0; e < EACH; ++e)
 #pragma unroll
-            for (int e = 0; e < EACH; ++e) {
+            for (int i = 0; i < 4; ++i)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    u32 b[4];
-                    load_matrices_across(b, chunk[e][i] + t * 16384);
-#pragma unroll
-                    for (int g = 0; g < GROUPS; ++g) {
-                        multiply_16816(o[g][e][2 * i], a[g][0], a[g][1], a[g][2], a[g][3], b[0], b[1]);
-                        multiply_16816(o[g][e][2 * i + 1], a[g][0], a[g][1], a[g][2], a[g][3], b[2], b[3]);
-                    }
+                for (int g = 0; g < GROUPS; ++g) {
+                    const u32 (&w)[4] = a[t & 1][g], (&v)[4] = b[t & 1][e][i >> 1];
+                    multiply_16816(o[g][e][i], w[0], w[1], w[2], w[3], v[2 * (i & 1)], v[2 * (i & 1) + 1]);
                 }
-            }
-        }
     }
 }
 
-// A slice to the block that finishes it: float16 times a power of two of its own for each head, so that the largest value lies between
-// 2^14 and 2^15.
-__device__ __forceinline__ void send_slice(Shared& s, const float (&o)[4][4], int rank, int slice, int group, int lane) {
-    const int owner = slice * SIZE / 16, place = (rank * SLOTS + slice - first_slice(owner)) * HEADS + 16 * group + (lane >> 2);
-    const u32 away = peer_address(shared_address(&s), owner) - shared_address(&s), bar = shared_address(&s.received) + away;
-    const u32 target = shared_address(s.slices) + place * 64 + 16 * (lane & 3) + away, factors = shared_address(s.factors + place) + away;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        if (EXCHANGE_BF16) {
-            send_async4(target + 512 * r, pack_bf16(o[0][2 * r], o[0][2 * r + 1]), pack_bf16(o[1][2 * r], o[1][2 * r + 1]),
-                        pack_bf16(o[2][2 * r], o[2][2 * r + 1]), pack_bf16(o[3][2 * r], o[3][2 * r + 1]), bar);
-        } else {
-            float high = 7.7e-34f;  // 2^-110, so that both factors exist
-#pragma unroll
-            for (int n = 0; n < 4; ++n) high = fmaxf(high, fmaxf(fabsf(o[n][2 * r]), fabsf(o[n][2 * r + 1])));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
-            const u32 exponent = __float_as_uint(high) & 0x7f800000u;
-            const float f = __uint_as_float(0x86000000u - exponent);
-            send_async4(target + 512 * r, pack_f16(o[0][2 * r] * f, o[0][2 * r + 1] * f), pack_f16(o[1][2 * r] * f, o[1][2 * r + 1] * f),
-                        pack_f16(o[2][2 * r] * f, o[2][2 * r + 1] * f), pack_f16(o[3][2 * r] * f, o[3][2 * r + 1] * f), bar);
-            if ((lane & 3) == 0) send_async(factors + 32 * r, exponent - 0x07000000u, bar);
-        }
-    }
-}
+// What the cluster has to know of a warp's heads, to all of its blocks.
 __device__ __forceinline__ void send_stats(Shared& s, const float (&top)[EACH * GROUPS], float (&sum)[EACH * GROUPS], int rank, int warp, int lane) {
 #pragma unroll
     for (int d = 16; d; d >>= 1)
@@ -237,49 +223,88 @@ __device__ __forceinline__ void send_stats(Shared& s, const float (&top)[EACH * 
 #pragma unroll
         for (int i = 0; i < EACH * GROUPS; ++i)
             send_async2(shared_address(&s.stats[rank][WRITERS * i + warp]) + away, __float_as_uint(top[i]), __float_as_uint(sum[i]),
-                        shared_address(&s.received) + away);
+                        shared_address(&s.told) + away);
     }
 }
-constexpr u32 received_bytes(int slices) { return SIZE * HEADS * (slices * (EXCHANGE_BF16 ? 64 : 68) + 8); }
 
-// A thread has two chunks' channels quad and quad + 4 of a slice and head.
-__device__ __forceinline__ void finish_one(Shared& s, int first, int slots, int i, int heads, u16* out, i64 stride_h, float* lse) {
-    const int pair = i & 1, quad = (i >> 1) & 3, slot = (i >> 3) % SLOTS, head = (i >> 3) / SLOTS, slice = first + slot;
-    if (slot >= slots || head >= min(heads, HEADS)) return;  // all eight of a slice and head together
-    float2 stats[SIZE];
-    float top = NEG_INF, total = 0.0f, sum[4] = {};
+// Slices to the blocks that finish them: float16 times a power of two of its own for each head, so that the largest value lies between
+// 2^14 and 2^15.
+__device__ __forceinline__ void send_slices(Shared& s, const float (&o)[GROUPS][EACH][4][4], int rank, int warp, int lane) {
+    u32 exponent[GROUPS][EACH][2];
 #pragma unroll
-    for (int p = 0; p < SIZE; ++p) stats[p] = s.stats[p][head], top = fmaxf(top, stats[p].x);
-    const float safe = top == NEG_INF ? 0.0f : top;
+    for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
-    for (int p = 0; p < SIZE; ++p) {
-        const int place = (p * SLOTS + slot) * HEADS + head;
-        const uint2 two = *reinterpret_cast<const uint2*>(s.slices + place * 64 + 16 * quad + 8 * pair);
-        const float share = exp2_fast(stats[p].x - safe), times = EXCHANGE_BF16 ? share : share * s.factors[place];
-        total = fmaf(stats[p].y, share, total);
+        for (int e = 0; e < EACH; ++e)
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const u32 word = k ? two.y : two.x;
-            const float2 both = EXCHANGE_BF16 ? float2{bf16_low(word), bf16_high(word)} : unpack_f16(word);
-            sum[2 * k] = fmaf(both.x, times, sum[2 * k]), sum[2 * k + 1] = fmaf(both.y, times, sum[2 * k + 1]);
-        }
+            for (int r = 0; r < 2; ++r) {
+                float high = 7.7e-34f;  // 2^-110, so that both factors exist
+#pragma unroll
+                for (int n = 0; n < 4; ++n) high = fmaxf(high, fmaxf(fabsf(o[g][e][n][2 * r]), fabsf(o[g][e][n][2 * r + 1])));
+                exponent[g][e][r] = __float_as_uint(high);
+            }
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2)
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+            for (int e = 0; e < EACH; ++e)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) exponent[g][e][r] = max(exponent[g][e][r], __shfl_xor_sync(~0u, exponent[g][e][r], d));
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+        const int slice = EACH * warp + e, owner = slice * SIZE / 16, place = (rank * SLOTS + slice - first_slice(owner)) * HEADS + (lane >> 2);
+        const u32 away = peer_address(shared_address(&s), owner) - shared_address(&s), bar = shared_address(&s.received) + away;
+        const u32 target = shared_address(s.slices) + place * 64 + 16 * (lane & 3) + away, factors = shared_address(s.factors + place) + away;
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const u32 high = exponent[g][e][r] & 0x7f800000u;
+                const float f = __uint_as_float(0x86000000u - high);
+                const float (&v)[4][4] = o[g][e];
+                send_async4(target + 1024 * g + 512 * r, pack_f16(v[0][2 * r] * f, v[0][2 * r + 1] * f), pack_f16(v[1][2 * r] * f, v[1][2 * r + 1] * f),
+                            pack_f16(v[2][2 * r] * f, v[2][2 * r + 1] * f), pack_f16(v[3][2 * r] * f, v[3][2 * r + 1] * f), bar);
+                if ((lane & 3) == 0) send_async(factors + 64 * g + 32 * r, high - 0x07000000u, bar);
+            }
     }
-    const float norm = total + exp2_fast(s.sink[head] - safe), scale = total > 0.0f ? __fdividef(TWO_60, norm) : 0.0f;
-    const u32 x = pack_bf16(sum[0] * scale, sum[1] * scale), y = pack_bf16(sum[2] * scale, sum[3] * scale);
-    const bool odd = quad & 1;  // an even thread keeps its first chunk and has the neighbour's channels of it
-    const u32 got = __shfl_xor_sync(0xffu << (threadIdx.x & 24), odd ? x : y, 2), low = odd ? got : x, high = odd ? y : got;
-    const int chunk = 2 * pair + odd;
-    u16* target = out + head * stride_h + 128 * (slice >> 2) + 32 * chunk + 8 * (slice & 3) + (quad & 2);
-    *reinterpret_cast<u32*>(target) = prmt(low, high, 0x5410);
-    *reinterpret_cast<u32*>(target + 4) = prmt(low, high, 0x7632);
-    if (slice == 0 && (i & 7) == 0) lse[head] = total > 0.0f ? (safe + __log2f(total)) * LN2 : -NEG_INF;
 }
 
-// This block's slices summed over the cluster, written out.
+// This block's slices summed over the cluster, written out: a thread has two chunks' channels quad and quad + 4 of a slice and head.
 __device__ __forceinline__ void finish(Shared& s, int rank, int heads, u16* out, i64 stride_h, float* lse) {
     const int first = first_slice(rank), slots = first_slice(rank + 1) - first;
+    barrier_wait_cluster(shared_address(&s.told), 0);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < SLOTS * HEADS * 8; i += THREADS) finish_one(s, first, slots, i, heads, out, stride_h, lse);
+    for (int i = threadIdx.x; i < SLOTS * HEADS * 8; i += THREADS) {
+        const int pair = i & 1, quad = (i >> 1) & 3, slot = (i >> 3) % SLOTS, head = (i >> 3) / SLOTS, slice = first + slot;
+        const bool mine = slot < slots && head < heads;  // all eight of a slice and head together
+        float top = NEG_INF, total = 0.0f, share[SIZE], sum[4] = {};
+        float2 stats[SIZE];
+#pragma unroll
+        for (int p = 0; p < SIZE; ++p) stats[p] = s.stats[p][head], top = fmaxf(top, stats[p].x);
+        const float safe = top == NEG_INF ? 0.0f : top;
+#pragma unroll
+        for (int p = 0; p < SIZE; ++p) share[p] = exp2_fast(stats[p].x - safe), total = fmaf(stats[p].y, share[p], total);
+        const float norm = total + exp2_fast(s.sink[head] - safe), scale = total > 0.0f ? __fdividef(TWO_60, norm) : 0.0f;
+        if (mine && slice == 0 && (i & 7) == 0) lse[head] = total > 0.0f ? (safe + __log2f(total)) * LN2 : -NEG_INF;
+        const bool odd = quad & 1;
+        u16* target = out + head * stride_h + 128 * (slice >> 2) + 32 * (2 * pair + odd) + 8 * (slice & 3) + (quad & 2);
+        barrier_wait_cluster(shared_address(&s.received), 0);
+        if (!mine) continue;
+#pragma unroll
+        for (int p = 0; p < SIZE; ++p) {
+            const int place = (p * SLOTS + slot) * HEADS + head;
+            const uint2 two = *reinterpret_cast<const uint2*>(s.slices + place * 64 + 16 * quad + 8 * pair);
+            const float times = share[p] * s.factors[place];
+            const float2 x = unpack_f16(two.x), y = unpack_f16(two.y);
+            sum[0] = fmaf(x.x, times, sum[0]), sum[1] = fmaf(x.y, times, sum[1]);
+            sum[2] = fmaf(y.x, times, sum[2]), sum[3] = fmaf(y.y, times, sum[3]);
+        }
+        // An even thread keeps its first chunk and gets the neighbour's channels of it.
+        const u32 x = pack_bf16(sum[0] * scale, sum[1] * scale), y = pack_bf16(sum[2] * scale, sum[3] * scale);
+        const u32 got = __shfl_xor_sync(0xffu << (threadIdx.x & 24), odd ? x : y, 2), low = odd ? got : x, high = odd ? y : got;
+        *reinterpret_cast<u32*>(target) = prmt(low, high, 0x5410);
+        *reinterpret_cast<u32*>(target + 4) = prmt(low, high, 0x7632);
+    }
 }
 
 #ifdef CLOCKS
@@ -312,14 +337,13 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
     const bool in_window = tile >= own_extra, there = tile < tiles;
     if (threadIdx.x == 0) {
         barrier_init(shared_address(&s.ready), SIZE);
+        barrier_init(shared_address(&s.told), 1);
         barrier_init(shared_address(&s.received), 1);
         fence_barriers();
-        barrier_expect(shared_address(&s.received), received_bytes(first_slice(rank + 1) - first_slice(rank)));
+        barrier_expect(shared_address(&s.told), SIZE * HEADS * 8);
+        barrier_expect(shared_address(&s.received), SIZE * HEADS * 68 * (first_slice(rank + 1) - first_slice(rank)));
     }
     cluster_arrive();  // relaxed: what it publishes are barriers
-#ifdef EARLY
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
     wait_for_kernels();
     STAMP(1);
     const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
@@ -388,17 +412,12 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
         float o[GROUPS][EACH][4][4] = {};
         multiply_values(s, o, tiles, warp, lane);
         STAMP(8);
+        send_stats(s, top, sum, rank, warp, lane);
         barrier_wait_cluster(shared_address(&s.ready), 0);
         STAMP(9);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g)
-#pragma unroll
-            for (int e = 0; e < EACH; ++e) send_slice(s, o[g][e], rank, EACH * warp + e, g, lane);
-        send_stats(s, top, sum, rank, warp, lane);
+        send_slices(s, o, rank, warp, lane);
     }
     STAMP(10);
-    barrier_wait_cluster(shared_address(&s.received), 0);
-    STAMP(11);
     finish(s, rank, heads - first_head, out + query * out_stride_n + first_head * out_stride_h, out_stride_h, lse + query * heads + first_head);
     STAMP(12);
 }
