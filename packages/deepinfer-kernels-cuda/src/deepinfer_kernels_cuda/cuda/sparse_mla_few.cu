@@ -273,18 +273,18 @@ __device__ __forceinline__ void send_slices(Shared& s, const float (&o)[GROUPS][
 __device__ __forceinline__ void finish(Shared& s, int rank, int heads, u16* out, i64 stride_h, float* lse) {
     const int first = first_slice(rank), slots = first_slice(rank + 1) - first;
     barrier_wait_cluster(shared_address(&s.told), 0);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < SLOTS * HEADS * 8; i += THREADS) {
-        const int pair = i & 1, quad = (i >> 1) & 3, slot = (i >> 3) % SLOTS, head = (i >> 3) / SLOTS, slice = first + slot;
-        const bool mine = slot < slots && head < heads;  // all eight of a slice and head together
+#pragma unroll
+    for (int turn = 0; turn < (SLOTS * HEADS * 8 + THREADS - 1) / THREADS; ++turn) {
+        const int i = threadIdx.x + turn * THREADS, pair = i & 1, quad = (i >> 1) & 3, slot = (i >> 3) % SLOTS, head = (i >> 3) / SLOTS, slice = first + slot;
+        const bool mine = slot < slots && head < min(heads, HEADS);  // all eight of a slice and head together
         float top = NEG_INF, total = 0.0f, share[SIZE], sum[4] = {};
         float2 stats[SIZE];
 #pragma unroll
-        for (int p = 0; p < SIZE; ++p) stats[p] = s.stats[p][head], top = fmaxf(top, stats[p].x);
+        for (int p = 0; p < SIZE; ++p) stats[p] = s.stats[p][head % HEADS], top = fmaxf(top, stats[p].x);
         const float safe = top == NEG_INF ? 0.0f : top;
 #pragma unroll
         for (int p = 0; p < SIZE; ++p) share[p] = exp2_fast(stats[p].x - safe), total = fmaf(stats[p].y, share[p], total);
-        const float norm = total + exp2_fast(s.sink[head] - safe), scale = total > 0.0f ? __fdividef(TWO_60, norm) : 0.0f;
+        const float norm = total + exp2_fast(s.sink[head % HEADS] - safe), scale = total > 0.0f ? __fdividef(TWO_60, norm) : 0.0f;
         if (mine && slice == 0 && (i & 7) == 0) lse[head] = total > 0.0f ? (safe + __log2f(total)) * LN2 : -NEG_INF;
         const bool odd = quad & 1;
         u16* target = out + head * stride_h + 128 * (slice >> 2) + 32 * (2 * pair + odd) + 8 * (slice & 3) + (quad & 2);
