@@ -66,11 +66,12 @@ def test_few_queries_run_at_once_and_have_room() -> None:
         chosen = [choose_few(n, heads, 128, 512, 132) for n in queries]
         return [few and (few.splits, few.heads) for few in chosen]
 
-    assert builds(64, 1, 2, 3, 4, 5, 6, 7) == [(10, 16), (8, 16), (8, 16), (5, 16), (5, 16), (4, 16), (4, 16)]
-    assert builds(64, 8, 11, 12) == [(5, 32), (5, 32), None], "clusters that all run at once"
+    assert builds(64, 1, 2, 3, 4, 5, 6, 7) == [(10, 16), (8, 16), (8, 16), (6, 16), (5, 16), (4, 16), (4, 16)]
+    assert builds(64, 8, 9, 11, 12) == [(6, 32), (5, 32), (5, 32), None], "clusters that all run at once"
     assert builds(16, 7, 8, 30) == [(10, 16), (8, 16), (4, 16)]
-    assert choose_few(2, 64, 128, 512, 66).splits == 5, "half the multiprocessors, half the clusters"
-    assert choose_few(1, 64, 128, 528, 132) is None, "one tile more than there is room for"
+    assert choose_few(2, 64, 128, 512, 66).splits == 6, "half the multiprocessors, half the clusters"
+    assert choose_few(1, 64, 128, 528, 132).splits == 6, "room for 42 tiles, where ten blocks have it for 40"
+    assert choose_few(1, 64, 128, 576, 132) is None
     assert choose_few(1, 64, 640, 0, 132) == choose_few(1, 64, 0, 640, 132) == FEW[0]
     assert all(few.has_room(0, 0) and few.has_room(128, 512) for few in FEW)
     assert FEW[1].has_room(16 * 7, 16 * 33), "tiles of the two pools are dealt out from opposite ends"

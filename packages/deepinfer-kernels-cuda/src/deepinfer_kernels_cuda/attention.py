@@ -80,7 +80,15 @@ class Few:
 
 
 #: Fastest first, where it has room.
-FEW = (Few(10, 16, 2, 7), Few(8, 16, 2, 15), Few(5, 16, 2, 22), Few(4, 16, 2, 30), Few(5, 32, 2, 22))
+FEW = (
+    Few(10, 16, 2, 7),
+    Few(8, 16, 2, 15),
+    Few(6, 16, 2, 17),
+    Few(5, 16, 2, 22),
+    Few(4, 16, 2, 30),
+    Few(6, 32, 2, 17),
+    Few(5, 32, 2, 22),
+)
 _SPARSE_MLA_FEW = {
     few: NativeKernel(
         "sparse_mla_few.cu", "sparse_mla_few", _POOLS,
