@@ -139,7 +139,8 @@ __device__ __forceinline__ float warp_max(float x) {  // as integers of the same
 }
 
 // Logits of a warp's heads to probabilities; of each head the maximum and a lane's part of the sum.
-__device__ __forceinline__ void probabilities(Shared& s, float (&top)[EACH * GROUPS], float (&sum)[EACH * GROUPS], int keys, float scale, int warp, int lane) {
+__device__ __forceinline__ void probabilities(Shared& s, float (&top)[EACH * GROUPS], float (&sum)[EACH * GROUPS], int keys, float scale, int warp,
+                                              int lane) {
     constexpr int STEPS = (KEYS + 31) / 32, MINE = EACH * GROUPS;
     float x[MINE][STEPS];
 #pragma unroll
@@ -262,7 +263,8 @@ __device__ __forceinline__ void send_slices(Shared& s, const float (&o)[GROUPS][
                 const u32 high = exponent[g][e][r] & 0x7f800000u;
                 const float f = __uint_as_float(0x86000000u - high);
                 const float (&v)[4][4] = o[g][e];
-                send_async4(target + 1024 * g + 512 * r, pack_f16(v[0][2 * r] * f, v[0][2 * r + 1] * f), pack_f16(v[1][2 * r] * f, v[1][2 * r + 1] * f),
+                send_async4(target + 1024 * g + 512 * r, pack_f16(v[0][2 * r] * f, v[0][2 * r + 1] * f),
+                            pack_f16(v[1][2 * r] * f, v[1][2 * r + 1] * f),
                             pack_f16(v[2][2 * r] * f, v[2][2 * r + 1] * f), pack_f16(v[3][2 * r] * f, v[3][2 * r + 1] * f), bar);
                 if ((lane & 3) == 0) send_async(factors + 64 * g + 32 * r, high - 0x07000000u, bar);
             }
@@ -275,7 +277,8 @@ __device__ __forceinline__ void finish(Shared& s, int rank, int heads, u16* out,
     barrier_wait_cluster(shared_address(&s.told), 0);
 #pragma unroll
     for (int turn = 0; turn < (SLOTS * HEADS * 8 + THREADS - 1) / THREADS; ++turn) {
-        const int i = threadIdx.x + turn * THREADS, pair = i & 1, quad = (i >> 1) & 3, slot = (i >> 3) % SLOTS, head = (i >> 3) / SLOTS, slice = first + slot;
+        const int i = threadIdx.x + turn * THREADS, pair = i & 1, quad = (i >> 1) & 3, slot = (i >> 3) % SLOTS, head = (i >> 3) / SLOTS;
+        const int slice = first + slot;
         const bool mine = slot < slots && head < min(heads, HEADS);  // all eight of a slice and head together
         float top = NEG_INF, total = 0.0f, share[SIZE], sum[4] = {};
         float2 stats[SIZE];
@@ -307,12 +310,6 @@ __device__ __forceinline__ void finish(Shared& s, int rank, int heads, u16* out,
     }
 }
 
-#ifdef CLOCKS
-#define STAMP(i) if (threadIdx.x == 0) clocks[((blockIdx.z * gridDim.y + blockIdx.y) * SIZE + blockIdx.x) * 16 + i] = clock64()
-#else
-#define STAMP(i)
-#endif
-
 // Grid: SPLITS, blocks of heads, queries.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
@@ -320,14 +317,9 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
                int w_page, int w_shift,
                const u8* extra, const void* extra_slots, i64 x_stride_page, i64 x_stride_row, i64 x_slots_stride, int x_keys, int x_rows,
                int x_page, int x_shift,
-               const float* sink, u16* out, i64 out_stride_n, i64 out_stride_h, float* lse, int heads, int slots_are_long, float scale_log2
-#ifdef CLOCKS
-               , i64* clocks
-#endif
-) {
+               const float* sink, u16* out, i64 out_stride_n, i64 out_stride_h, float* lse, int heads, int slots_are_long, float scale_log2) {
     extern __shared__ __align__(16) u8 memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
-    STAMP(0);
     const int rank = blockIdx.x, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31;
     const int tile = warp / PARTS, part = warp % PARTS, row = lane >> 2, quad = lane & 3;
     const i64 query = blockIdx.z;
@@ -345,7 +337,6 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
     }
     cluster_arrive();  // relaxed: what it publishes are barriers
     wait_for_kernels();
-    STAMP(1);
     const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
     const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
     const Records from = in_window ? w : x;
@@ -381,43 +372,34 @@ sparse_mla_few(const u16* q, i64 q_stride_n, i64 q_stride_h,
             codes[i][r].scale = __ldg(reinterpret_cast<const u16*>(record + scale + (in_window ? 4 : 8) * i));
         }
     }
-    STAMP(2);
     if (threadIdx.x < HEADS) s.sink[threadIdx.x] = sink_log2;
 #pragma unroll
     for (int i = 0; i < UNITS; ++i) {
         const int unit = threadIdx.x + i * THREADS, head = (unit >> 6) & 7, chunk = unit & 63;
         if (unit >= 512 * GROUPS) continue;
         const uint4 v = value[i][0], u = value[i][1];
-        const u32 target = shared_address(s.query) + (unit >> 9) * 16384 + (8 * (chunk >> 4) + 2 * (chunk & 3)) * 512 + head * 64 + ((chunk >> 2) & 3) * 16;
+        const u32 fragment = shared_address(s.query) + (unit >> 9) * 16384 + (8 * (chunk >> 4) + 2 * (chunk & 3)) * 512;
+        const u32 target = fragment + head * 64 + ((chunk >> 2) & 3) * 16;
         store_shared4(target, prmt(v.x, v.z, 0x5410), prmt(u.x, u.z, 0x5410), prmt(v.x, v.z, 0x7632), prmt(u.x, u.z, 0x7632));
         store_shared4(target + 512, prmt(v.y, v.w, 0x5410), prmt(u.y, u.w, 0x5410), prmt(v.y, v.w, 0x7632), prmt(u.y, u.w, 0x7632));
     }
     cluster_wait();
     __syncthreads();
-    STAMP(3);
     if (there) {
         if (in_window) multiply_tile<true>(s, codes, slot, tile, part, lane);
         else multiply_tile<false>(s, codes, slot, tile, part, lane);
     }
-    STAMP(4);
     __syncthreads();
-    STAMP(5);
     float top[EACH * GROUPS], sum[EACH * GROUPS];
     if (warp < WRITERS) probabilities(s, top, sum, 16 * tiles, scale_log2 * TWO_60, warp, lane);
-    STAMP(6);
     __syncthreads();
     if (threadIdx.x < SIZE) peer_arrive(peer_address(shared_address(&s.ready), threadIdx.x));  // the place of the logits is free
-    STAMP(7);
     if (warp < WRITERS) {
         float o[GROUPS][EACH][4][4] = {};
         multiply_values(s, o, tiles, warp, lane);
-        STAMP(8);
         send_stats(s, top, sum, rank, warp, lane);
         barrier_wait_cluster(shared_address(&s.ready), 0);
-        STAMP(9);
         send_slices(s, o, rank, warp, lane);
     }
-    STAMP(10);
     finish(s, rank, heads - first_head, out + query * out_stride_n + first_head * out_stride_h, out_stride_h, lse + query * heads + first_head);
-    STAMP(12);
 }
