@@ -42,18 +42,18 @@ def make_case(queries: int, heads: int, window: int = 128, selected: int = 512, 
     return case
 
 
-def check(case: dict, **options: object) -> float:
-    """Largest relative error over at most 64 queries."""
-    out = attention.sparse_mla_decode(**case, **options)[:64]
-    part = {k: v[:64] if k in ("q", "window_slots", "compressed_slots") else v for k, v in case.items()}
-    return relative_error(out, reference.sparse_mla_decode(**part, dtype=torch.float32)[0])
-
-
 def name(queries: int, heads: int, keys: int, splits: int | None) -> str:
     """Of the kernel that runs: the one for few queries where it is the default."""
     sms = capability.sm_count(torch.device("cuda"))
     few = attention.choose_few(queries, heads, 128, keys - 128, sms) if splits is None else None
     return f"sm90 few {few.splits} x {few.heads}" if few else f"sm90 splits={splits}"
+
+
+def check(case: dict, **options: object) -> float:
+    """Largest relative error over at most 64 queries."""
+    out = attention.sparse_mla_decode(**case, **options)[:64]
+    part = {k: v[:64] if k in ("q", "window_slots", "compressed_slots") else v for k, v in case.items()}
+    return relative_error(out, reference.sparse_mla_decode(**part, dtype=torch.float32)[0])
 
 
 def run(recorder: Recorder) -> None:
