@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from deepinfer_kernels_cuda import attention
+from deepinfer_kernels_cuda import attention, capability
 from deepinfer_kernels_cuda.reference import attention as reference
 from deepinfer_kernels_cuda.reference import records
 from gpu_bench import Recorder, record_case, relative_error
@@ -42,6 +42,13 @@ def make_case(queries: int, heads: int, window: int = 128, selected: int = 512, 
     return case
 
 
+def name(queries: int, heads: int, keys: int, splits: int | None) -> str:
+    """Of the kernel that runs: the one for few queries where it is the default."""
+    sms = capability.sm_count(torch.device("cuda"))
+    few = attention.choose_few(queries, heads, 128, keys - 128, sms) if splits is None else None
+    return f"sm90 few {few.splits} x {few.heads}" if few else f"sm90 splits={splits}"
+
+
 def check(case: dict, **options: object) -> float:
     """Largest relative error over at most 64 queries."""
     out = attention.sparse_mla_decode(**case, **options)[:64]
@@ -56,10 +63,16 @@ def measure(recorder: Recorder) -> None:
         (128, 64, 512, (1,)),
         (256, 64, 512, (1,)),
         (16, 64, 512, (2, 4)),
-        (8, 64, 512, (4, 8)),
-        (1, 64, 512, (4, 8)),
+        (11, 64, 512, (None, 4)),
+        (8, 64, 512, (None, 8)),
+        (7, 64, 512, (None, 8)),
+        (4, 64, 512, (None, 8)),
+        (3, 64, 512, (None, 8)),
+        (2, 64, 512, (None, 8)),
+        (1, 64, 512, (None, 8)),
         (64, 64, 0, (1, 2)),
         (64, 16, 512, (2,)),
+        (16, 16, 512, (None, 4)),
         (64, 128, 512, (1,)),
     ):
         case = make_case(queries, heads, selected=selected)
@@ -79,7 +92,7 @@ def measure(recorder: Recorder) -> None:
             recorder.record(
                 "sparse_mla_decode",
                 f"b={queries} h={heads} keys=128+{selected}",
-                f"sm90 splits={split}",
+                name(queries, heads, keys, split),
                 call,
                 nbytes=nbytes,
                 flops=flops,

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import deepinfer_kernels_cuda as kernels  # noqa: E402
 from deepinfer_kernels_cuda import capability  # noqa: E402
-from deepinfer_kernels_cuda.attention import choose_splits  # noqa: E402
+from deepinfer_kernels_cuda.attention import FEW, choose_few, choose_splits  # noqa: E402
 
 
 def test_cpu_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,3 +67,20 @@ def test_splits_fill_the_chip_once() -> None:
     assert choose_splits(64, 1, 2, 132) == 2
     assert choose_splits(1, 1, 1, 132) == 1
     assert choose_splits(4096, 2, 10, 132) == 1
+
+
+def test_few_queries_run_at_once_and_have_room() -> None:
+    def builds(heads: int, *queries: int) -> list[tuple[int, int] | None]:
+        chosen = [choose_few(n, heads, 128, 512, 132) for n in queries]
+        return [few and (few.splits, few.heads) for few in chosen]
+
+    assert builds(64, 1, 2, 3, 4, 5, 6, 7) == [(10, 16), (8, 16), (8, 16), (6, 16), (5, 16), (4, 16), (4, 16)]
+    assert builds(64, 8, 9, 11, 12) == [(6, 32), (5, 32), (5, 32), None], "clusters that all run at once"
+    assert builds(16, 7, 8, 30) == [(10, 16), (8, 16), (4, 16)]
+    assert choose_few(2, 64, 128, 512, 66).splits == 6, "half the multiprocessors, half the clusters"
+    assert choose_few(1, 64, 128, 528, 132).splits == 6, "room for 42 tiles, where ten blocks have it for 40"
+    assert choose_few(1, 64, 128, 576, 132) is None
+    assert choose_few(1, 64, 640, 0, 132) == choose_few(1, 64, 0, 640, 132) == FEW[0]
+    assert all(few.has_room(0, 0) and few.has_room(128, 512) for few in FEW)
+    assert FEW[1].has_room(16 * 7, 16 * 33), "tiles of the two pools are dealt out from opposite ends"
+    assert not FEW[1].has_room(16 * 9, 16 * 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -22,12 +23,13 @@ _TILE, _HEADS = 64, 64
 #: Blocks that may share one query, and up to how many queries (times blocks of heads) they do on 132 multiprocessors: more would
 #: not all run at once, since the blocks of a cluster lie in one group of 16 or 18 multiprocessors (of 8 no more were timed).
 _SPLITS = {2: 66, 4: 30, 8: 8}
+_POOLS = "PqqPPqqqiiiiPPqqqiiiiPPqqPiif"
 #: One build for each number of blocks that share a query.
 _SPARSE_MLA = {
     splits: NativeKernel(
         "sparse_mla.cu",
         "sparse_mla",
-        "PqqPPqqqiiiiPPqqqiiiiPPqqPiifi",
+        f"{_POOLS}i",
         threads=512,
         shared=216 * 1024,
         defines=(f"SPLITS={splits}",),
@@ -36,10 +38,76 @@ _SPARSE_MLA = {
 }
 
 
+@dataclass(frozen=True)
+class Few:
+    """A build of the kernel for few queries: a cluster serves a unit, `heads` heads of a query, and takes all its keys at once.
+
+    Attributes:
+        splits: Blocks of a cluster.
+        heads: 16 or 32.
+        parts: Warps that share a tile of 16 keys: 1, 2 or 4.
+        most: Units that run at once on 132 multiprocessors.
+    """
+
+    splits: int
+    heads: int
+    parts: int
+    most: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 keys that a block has room for: as many keys as V4.1 selects with its window, and no more."""
+        return -(-640 // (16 * self.splits))
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: keys, then queries and logits or what takes their place, the rest."""
+        keys, slices = 16 * self.tiles, self.splits * -(-16 // self.splits)
+        before = self.heads * (1024 + 4 * self.parts * (keys + 8))
+        after = self.heads * (2 * keys + 16 + 68 * slices)
+        return keys * 1024 + max(before, after) + 4 * (keys + self.heads) + 8 * self.splits * self.heads + 24
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Macros of the source."""
+        return (f"SPLITS={self.splits}", f"HEADS={self.heads}", f"PARTS={self.parts}", f"SHARED={self.shared}")
+
+    def has_room(self, window_keys: int, other_keys: int) -> bool:
+        """Whether the block with most of a query's tiles can hold them; the two pools are dealt out from opposite ends."""
+        window, other = -(-window_keys // 16), -(-other_keys // 16)
+        n = self.splits
+        return max((other - rank + n - 1) // n + (window + rank) // n for rank in range(n)) <= self.tiles
+
+
+#: Fastest first, where it has room.
+FEW = (
+    Few(10, 16, 2, 7),
+    Few(8, 16, 2, 15),
+    Few(6, 16, 2, 17),
+    Few(5, 16, 2, 22),
+    Few(4, 16, 2, 30),
+    Few(6, 32, 2, 17),
+    Few(5, 32, 2, 22),
+)
+_SPARSE_MLA_FEW = {
+    few: NativeKernel(
+        "sparse_mla_few.cu", "sparse_mla_few", _POOLS,
+        threads=32 * few.tiles * few.parts, shared=few.shared, defines=few.defines,
+    )
+    for few in FEW
+}  # fmt: skip
+
+
 def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
     """Blocks of one cluster that share a query's keys: as many as run at once, a tile a block or more."""
     units = queries * head_blocks
     return max((n for n, most in _SPLITS.items() if 132 * units <= most * sms and n <= tiles), default=1)
+
+
+def choose_few(queries: int, heads: int, window_keys: int, other_keys: int, sms: int) -> Few | None:
+    """The build whose clusters all run at once and have room for the keys, or None."""
+    at_once = (few for few in FEW if 132 * queries * -(-heads // few.heads) <= few.most * sms)
+    return next((few for few in at_once if few.has_room(window_keys, other_keys)), None)
 
 
 def _check(q: torch.Tensor, slots: torch.Tensor, name: str) -> None:
@@ -59,7 +127,7 @@ def sparse_mla_decode(
     compressed_pool: torch.Tensor | None = None,
     compressed_slots: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    splits: int | None = None,
+    splits: int | Few | None = None,
     kernel: str | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +142,8 @@ def sparse_mla_decode(
         compressed_pool: uint8 pool of `nvfp4` records, or None.
         compressed_slots: int32 or int64 [t, k].
         out: Where to write; default a new tensor.
-        splits: Blocks that share a query's keys (sm90 kernel): 1, 2, 4 or 8; default by the number of multiprocessors.
+        splits: How blocks share a query's keys (sm90): 1, 2, 4 or 8 of them, or a build of the kernel for few queries, one
+            of `FEW` with room for the keys; default what runs fastest.
         kernel: `sm90` or `portable`; default what the device supports best.
         return_lse: Also return the natural log-sum-exp without the sink, float32 [t, heads], +inf for empty rows.
 
@@ -122,6 +191,8 @@ def _fits_sm90(q: torch.Tensor, out: torch.Tensor, *pools: torch.Tensor | None) 
     if device_arch(q.device) != 90 or q.dtype != torch.bfloat16 or q.shape[-1] != 512 or native_reason() is not None:
         return False
     wide = [t for t in (q, out, *pools) if t is not None]
+    if any(not 0 <= s < 2**32 for pool in pools if pool is not None for s in pool.stride()):
+        return False
     return all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in wide)
 
 
@@ -146,23 +217,36 @@ def _page_shift(size: int) -> int:
     return size.bit_length() - 1 if size & (size - 1) == 0 else -1
 
 
-def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2, *, splits) -> None:
-    t, heads, _ = q.shape
-    blocks = -(-heads // _HEADS)
-    tiles = -(-slots.shape[1] // _TILE) + -(-extra_slots.shape[1] // _TILE)
-    splits = splits or choose_splits(t, blocks, tiles, sm_count(q.device))
-    require(splits in _SPARSE_MLA, f"splits is {splits}; allowed: {', '.join(map(str, _SPARSE_MLA))}")
-    items = t * blocks  # without a cluster a block takes several of them, one after the other
-    _SPARSE_MLA[splits](
-        (items * splits if splits > 1 else min(items, sm_count(q.device)), 1, 1),
+def _arguments(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2) -> tuple[float, ...]:
+    """What both kernels for sm90 take, in order."""
+    return (
         q.data_ptr(), q.stride(0), q.stride(1),
         pool.data_ptr(), slots.data_ptr(), view.stride_page, view.stride_row, slots.stride(0), slots.shape[1],
         view.slots, view.page_size, _page_shift(view.page_size),
         extra_pool.data_ptr(), extra_slots.data_ptr(), extra.stride_page, extra.stride_row, extra_slots.stride(0),
         extra_slots.shape[1], extra.slots, extra.page_size, _page_shift(extra.page_size),
-        sink.data_ptr() if sink is not None else 0, out.data_ptr(), out.stride(0), out.stride(1), lse.data_ptr(), heads,
-        int(slots.dtype == torch.int64), scale_log2, items, device=q.device, cluster=splits,
+        sink.data_ptr() if sink is not None else 0, out.data_ptr(), out.stride(0), out.stride(1), lse.data_ptr(), q.shape[1],
+        int(slots.dtype == torch.int64), scale_log2,
     )  # fmt: skip
+
+
+def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, *rest, splits: int | Few | None) -> None:
+    t, heads, _ = q.shape
+    keys, sms = (slots.shape[1], extra_slots.shape[1]), sm_count(q.device)
+    arguments = _arguments(q, pool, slots, view, extra_pool, extra_slots, *rest)
+    splits = splits or choose_few(t, heads, *keys, sms)
+    if isinstance(splits, Few):
+        require(splits in _SPARSE_MLA_FEW, f"splits is {splits}; allowed: {FEW}")
+        require(splits.has_room(*keys), f"{splits} has no room for {keys[0]} and {keys[1]} keys")
+        grid = (splits.splits, -(-heads // splits.heads), t)
+        _SPARSE_MLA_FEW[splits](grid, *arguments, device=q.device, cluster=splits.splits)
+        return
+    blocks = -(-heads // _HEADS)
+    splits = splits or choose_splits(t, blocks, sum(-(-n // _TILE) for n in keys), sms)
+    require(splits in _SPARSE_MLA, f"splits is {splits}; allowed: {', '.join(map(str, _SPARSE_MLA))}")
+    items = t * blocks  # without a cluster a block takes several of them, one after the other
+    grid = (items * splits if splits > 1 else min(items, sms), 1, 1)
+    _SPARSE_MLA[splits](grid, *arguments, items, device=q.device, cluster=splits)
 
 
 def sparse_mla_prefill(

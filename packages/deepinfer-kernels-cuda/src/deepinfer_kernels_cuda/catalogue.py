@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .aot import CompileReport, compile_kernel, native_report
+from .attention import FEW
 from .experts import NARROW, WIDE
 from .native import compile_native, native_reason
 
@@ -173,6 +174,17 @@ _NATIVE: tuple[NativeSpec, ...] = (
     NativeSpec("sparse_mla-2", "sparse_mla.cu", 216 * 1024, ("SPLITS=2",), min_mma=88, max_stack=32, quick=True),
     NativeSpec("sparse_mla-4", "sparse_mla.cu", 216 * 1024, ("SPLITS=4",), min_mma=88),
     NativeSpec("sparse_mla-8", "sparse_mla.cu", 216 * 1024, ("SPLITS=8",), min_mma=88),
+    *(
+        NativeSpec(
+            f"sparse_mla_few-{few.splits}-{few.heads}",
+            "sparse_mla_few.cu",
+            few.shared,
+            few.defines,
+            min_mma=64,
+            quick=few is FEW[0],
+        )
+        for few in FEW
+    ),
     NativeSpec("indexer_logits", "indexer.cu", 37 * 1024, ("BLOCKS=6", "STAGES=3"), min_mma=20, quick=True),
     *(
         NativeSpec(f"router_select-{items}", "router.cu", defines=(f"ITEMS={items}",), quick=items == 12)

@@ -147,6 +147,13 @@ __device__ __forceinline__ void send_async4(u32 address, u32 a, u32 b, u32 c, u3
                  "r"(b), "r"(c), "r"(d), "r"(bar)
                  : "memory");
 }
+__device__ __forceinline__ void send_async2(u32 address, u32 a, u32 b, u32 bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(address), "r"(a), "r"(b), "r"(bar)
+                 : "memory");
+}
+__device__ __forceinline__ void send_async(u32 address, u32 value, u32 bar) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(value), "r"(bar) : "memory");
+}
 __device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
     u32 d;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(address), "r"(rank));

@@ -1,4 +1,5 @@
 #include "wgmma.cuh"
+#include "slots.cuh"
 // Sparse MLA over quantised records: 512 channels, keys equal values, blocks of up to 64 heads.
 //
 // A cluster shares one (query, block of heads): its blocks take runs of key tiles, send each other slices of their result through
@@ -16,7 +17,7 @@
 // Built once for each number of blocks in a cluster: SPLITS is 1, 2, 4 or 8.
 constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = CONSUMERS + 32 * PRODUCERS;
 constexpr int UNITS = 32 / PRODUCERS, ROWS = UNITS / 4;  // 16-byte units that a producer thread has of a step, and records of 288 bytes they are of
-constexpr float TWO_60 = 1152921504606846976.0f, TWO_66 = 73786976294838206464.0f, LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr int PIECES = SIZE == 2 ? 4 : SIZE == 4 ? 2 : 1;  // in which a slice travels, each with a barrier of its own
 
 struct Shared {
     u8 query[TILE_BYTES];    // later: slices of the other blocks' results, where they have sent them; without others, the output
@@ -26,29 +27,8 @@ struct Shared {
     float bias[2][TILE];
     float top[2][64];
     float sum[2][64];
-    u64 full[2], empty[2], ready, received;
+    u64 full[2], empty[2], ready, received[PIECES];
 };
-struct Records {
-    const u8* pool;
-    const void* slots;
-    i64 stride_page, stride_row, slots_stride;
-    int keys, rows, page, page_shift, slots_are_long;  // page_shift < 0: the page is no power of two
-
-    // A slot as it is stored, in two words of which the second is zero where it fits one; not waited for. -1 without `there` or key.
-    __device__ __forceinline__ int2 slot(i64 query, int key, bool there) const {
-        there = there && key < keys;
-        const u8* at = static_cast<const u8*>(slots) + ((query * slots_stride + (there ? key : 0)) << (2 + slots_are_long));
-        int2 raw{-1, 0};
-        if (there) raw.x = *reinterpret_cast<const int*>(at);
-        if (there && slots_are_long) raw.y = *reinterpret_cast<const int*>(at + 4);
-        return raw;
-    }
-    __device__ __forceinline__ const u8* record(int slot) const {
-        const int number = page_shift < 0 ? slot / page : slot >> page_shift;
-        return pool + number * stride_page + (slot - number * page) * stride_row;
-    }
-};
-
 // Two chunks at once: registers of one are not reused before the other is stored.
 __device__ __forceinline__ void store_chunks(u32 first, u32 second, const u32 (&x)[8]) {
     asm volatile("st.shared.v4.u32 [%0], {%2, %3, %4, %5};\nst.shared.v4.u32 [%1], {%6, %7, %8, %9};" ::"r"(first), "r"(second),
@@ -433,17 +413,17 @@ __device__ __forceinline__ void consume(Shared& s, Consumer& c, int turn, int ti
     }
 }
 
-// Write COLUMNS channels, the values FIRST.. of this group's output, through shared memory.
-template <int COLUMNS, int FIRST>
+// Write COLUMNS channels, the values FIRST.. of this group's output, through shared memory; PIECE: which of such places there.
+template <int COLUMNS, int FIRST, int PIECE>
 __device__ __forceinline__ void write_slice(Shared& s, Consumer& c, const float (&scale)[2], const Output& to, int first_channel) {
     constexpr int CHUNKS = COLUMNS / 8;
-    const u32 staging = SIZE > 1 ? shared_address(s.keys[c.group]) : shared_address(s.query) + c.group * (TILE_BYTES / 2);
+    const u32 staging = (SIZE > 1 ? shared_address(s.keys[c.group]) : shared_address(s.query) + c.group * (TILE_BYTES / 2)) + PIECE * COLUMNS * 128;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = c.row + 8 * r;
-            store_shared(staging + row * 512 + ((i ^ (row & 7)) << 4) + 4 * c.quad,
+            store_shared(staging + row * COLUMNS * 2 + ((i ^ (row & 7)) << 4) + 4 * c.quad,
                          pack_bf16(c.value(FIRST + 4 * i + 2 * r) * scale[r], c.value(FIRST + 4 * i + 2 * r + 1) * scale[r]));
         }
     }
@@ -453,7 +433,7 @@ __device__ __forceinline__ void write_slice(Shared& s, Consumer& c, const float 
     u16* target = to.out + to.query * to.stride_n + (to.first_head + first) * to.stride_h + first_channel + 8 * chunk;
 #pragma unroll 4
     for (int row = first; row < 64; row += STEP) {
-        const uint4 v = load_shared4(staging + row * 512 + ((chunk ^ (row & 7)) << 4));
+        const uint4 v = load_shared4(staging + row * COLUMNS * 2 + ((chunk ^ (row & 7)) << 4));
         if (to.first_head + row < to.heads)
             *reinterpret_cast<uint4*>(target) =
                 uint4{prmt(v.x, v.y, 0x5410), prmt(v.z, v.w, 0x5410), prmt(v.x, v.y, 0x7632), prmt(v.z, v.w, 0x7632)};
@@ -477,37 +457,85 @@ __device__ __forceinline__ void finish_rows(const Consumer& c, const float (&top
 // Blocks of a cluster hold results of different keys: block `rank` finishes slice `rank` of the channels. What travels is
 // float16 times a power of two of its own for each head, so that a head's largest value lies between 2^14 and 2^15.
 constexpr int VALUES = 256 / SIZE, AREA = TILE_BYTES / SIZE;  // of a thread in a slice; bytes of a slice
-constexpr u32 RECEIVED = (SIZE - 1) * (AREA + 64 * sizeof(float4));
+constexpr int PART = VALUES / PIECES;  // of a thread in a piece
+constexpr u32 RECEIVED = (SIZE - 1) * (AREA / PIECES), HEADERS = (SIZE - 1) * 64 * sizeof(float4);  // bytes of a piece; more with the first
 
-// Slice I of this group's channels to its owner.
-template <int I>
-__device__ __forceinline__ void send_slice(Shared& s, Consumer& c, int rank, const float (&factor)[2], const float (&inverse)[2],
+// A piece of slice I of this group's channels to its owner.
+template <int I, int PIECE>
+__device__ __forceinline__ void send_piece(Shared& s, Consumer& c, int rank, const float (&factor)[2], const float (&inverse)[2],
                                            const float (&total)[2]) {
     const int target = c.group * (SIZE / 2) + I;
     if (target == rank) return;
-    const u32 bar = peer_address(shared_address(&s.received), target);
+    const u32 bar = peer_address(shared_address(&s.received[PIECE]), target);
     const u32 address = peer_address(shared_address(s.query) + rank * AREA + 16 * c.thread, target);
+    if (PIECE == 0 && c.quad == 0) {
+        const u32 header = peer_address(shared_address(&s.peers[rank][c.row]), target);
 #pragma unroll
-    for (int j = 0; j < VALUES; j += 8) {
+        for (int r = 0; r < 2; ++r)
+            send_async4(header + 128 * r, __float_as_uint(c.top[r]), __float_as_uint(total[r]), __float_as_uint(inverse[r]), 0, bar);
+    }
+#pragma unroll
+    for (int j = PIECE * PART; j < (PIECE + 1) * PART; j += 8) {
         const int v = I * VALUES + j;
         send_async4(address + j * 256, pack_f16(c.value(v) * factor[0], c.value(v + 1) * factor[0]),
                     pack_f16(c.value(v + 2) * factor[1], c.value(v + 3) * factor[1]),
                     pack_f16(c.value(v + 4) * factor[0], c.value(v + 5) * factor[0]),
                     pack_f16(c.value(v + 6) * factor[1], c.value(v + 7) * factor[1]), bar);
     }
-    if (c.quad == 0) {
-        const u32 header = peer_address(shared_address(&s.peers[rank][c.row]), target);
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            send_async4(header + 128 * r, __float_as_uint(c.top[r]), __float_as_uint(total[r]), __float_as_uint(inverse[r]), 0, bar);
+}
+template <int PIECE>
+__device__ __forceinline__ void send_pieces(Shared& s, Consumer& c, int rank, const float (&factor)[2], const float (&inverse)[2],
+                                            const float (&total)[2]) {
+    send_piece<0, PIECE>(s, c, rank, factor, inverse, total);
+    if constexpr (SIZE > 2) send_piece<1, PIECE>(s, c, rank, factor, inverse, total);
+    if constexpr (SIZE > 4) {
+        send_piece<2, PIECE>(s, c, rank, factor, inverse, total);
+        send_piece<3, PIECE>(s, c, rank, factor, inverse, total);
     }
+    if constexpr (PIECE + 1 < PIECES) send_pieces<PIECE + 1>(s, c, rank, factor, inverse, total);
+}
+
+// What is sent of the pieces from PIECE on, added and written out.
+template <int I, int PIECE>
+__device__ __forceinline__ void collect_pieces(Shared& s, Consumer& c, int rank, const float (&top)[2], const float (&own)[2],
+                                               const float (&scale)[2], const Output& to) {
+    constexpr int FIRST = I * VALUES + PIECE * PART;
+    if (PIECE > 0) barrier_wait_cluster(shared_address(&s.received[PIECE]), 0);
+#pragma unroll
+    for (int j = FIRST; j < FIRST + PART; ++j) c.value(j) *= own[(j >> 1) & 1];
+#pragma unroll 1
+    for (int step = 1; step < SIZE; ++step) {
+        const int peer = (rank + step) % SIZE;
+        const u32 address = shared_address(s.query) + peer * AREA + 16 * c.thread;
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float4 header = s.peers[peer][c.row + 8 * r];
+            factor[r] = header.z * exp2_fast(header.x - finite(top[r])) * scale[r];
+        }
+#pragma unroll
+        for (int j = PIECE * PART; j < (PIECE + 1) * PART; j += 8) {
+            const uint4 four = load_shared4(address + j * 256);
+            const u32 word[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = unpack_f16(word[i]);
+                float &x = c.value(I * VALUES + j + 2 * i), &y = c.value(I * VALUES + j + 2 * i + 1);
+                x = fmaf(pair.x, factor[i & 1], x), y = fmaf(pair.y, factor[i & 1], y);
+            }
+        }
+    }
+    constexpr int COLUMNS = 512 / SIZE / PIECES;
+    const float one[2] = {1.0f, 1.0f};
+    write_slice<COLUMNS, FIRST, PIECE>(s, c, one, to, rank * (512 / SIZE) + PIECE * COLUMNS);
+    if constexpr (PIECE + 1 < PIECES) collect_pieces<I, PIECE + 1>(s, c, rank, top, own, scale, to);
 }
 
 // In the owner of slice I, the sum over the cluster, written out.
 template <int I>
 __device__ __forceinline__ void collect_slice(Shared& s, Consumer& c, int rank, const float (&own_total)[2], const Output& to) {
     if (c.group * (SIZE / 2) + I != rank) return;
-    barrier_wait_cluster(shared_address(&s.received), 0);
+    barrier_wait_cluster(shared_address(&s.received[0]), 0);
     float top[2], total[2], scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -523,32 +551,7 @@ __device__ __forceinline__ void collect_slice(Shared& s, Consumer& c, int rank, 
     }
     finish_rows(c, top, total, to, rank == 0, scale);
     const float own[2] = {scale[0] * exp2_fast(c.top[0] - finite(top[0])), scale[1] * exp2_fast(c.top[1] - finite(top[1]))};
-#pragma unroll
-    for (int j = I * VALUES; j < (I + 1) * VALUES; ++j) c.value(j) *= own[(j >> 1) & 1];
-#pragma unroll 1
-    for (int step = 1; step < SIZE; ++step) {
-        const int peer = (rank + step) % SIZE;
-        const u32 address = shared_address(s.query) + peer * AREA + 16 * c.thread;
-        float factor[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float4 header = s.peers[peer][c.row + 8 * r];
-            factor[r] = header.z * exp2_fast(header.x - finite(top[r])) * scale[r];
-        }
-#pragma unroll
-        for (int j = 0; j < VALUES; j += 8) {
-            const uint4 four = load_shared4(address + j * 256);
-            const u32 word[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 pair = unpack_f16(word[i]);
-                float &x = c.value(I * VALUES + j + 2 * i), &y = c.value(I * VALUES + j + 2 * i + 1);
-                x = fmaf(pair.x, factor[i & 1], x), y = fmaf(pair.y, factor[i & 1], y);
-            }
-        }
-    }
-    const float one[2] = {1.0f, 1.0f};
-    write_slice<512 / SIZE, I * VALUES>(s, c, one, to, rank * (512 / SIZE));
+    collect_pieces<I, 0>(s, c, rank, top, own, scale, to);
 }
 
 __device__ __forceinline__ void merge(Shared& s, Consumer& c, int rank, const float (&total)[2], const Output& to) {
@@ -562,12 +565,7 @@ __device__ __forceinline__ void merge(Shared& s, Consumer& c, int rank, const fl
         factor[r] = __int_as_float(exponent << 23), inverse[r] = __int_as_float((254 - exponent) << 23);
     }
     barrier_wait_cluster(shared_address(&s.ready), 0);
-    send_slice<0>(s, c, rank, factor, inverse, total);
-    if constexpr (SIZE > 2) send_slice<1>(s, c, rank, factor, inverse, total);
-    if constexpr (SIZE > 4) {
-        send_slice<2>(s, c, rank, factor, inverse, total);
-        send_slice<3>(s, c, rank, factor, inverse, total);
-    }
+    send_pieces<0>(s, c, rank, factor, inverse, total);
     collect_slice<0>(s, c, rank, total, to);
     if constexpr (SIZE > 2) collect_slice<1>(s, c, rank, total, to);
     if constexpr (SIZE > 4) {
@@ -606,10 +604,10 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
         }
         if (SIZE > 1) {
             barrier_init(shared_address(&s.ready), 8 * (SIZE - 1));
-            barrier_init(shared_address(&s.received), 1);
+            for (int i = 0; i < PIECES; ++i) barrier_init(shared_address(&s.received[i]), 1);
         }
         fence_barriers();
-        if (SIZE > 1) barrier_expect(shared_address(&s.received), RECEIVED);
+        for (int i = 0; SIZE > 1 && i < PIECES; ++i) barrier_expect(shared_address(&s.received[i]), RECEIVED + (i == 0 ? HEADERS : 0));
     }
     __syncthreads();
     if (SIZE > 1) cluster_arrive();  // relaxed: what it publishes are barriers
@@ -663,7 +661,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
                 float scale[2];
                 finish_rows(c, c.top, total, to, c.group == 0, scale);
                 item += stride, turn += tiles;
-                write_slice<256, 0>(s, c, scale, to, c.group * 256);
+                write_slice<256, 0, 0>(s, c, scale, to, c.group * 256);
                 if (item >= items) return;
                 named_sync(1, CONSUMERS);  // the output has left the query's place
             }
