@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -104,10 +105,19 @@ def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
     return max((n for n, most in _SPLITS.items() if 132 * units <= most * sms and n <= tiles), default=1)
 
 
-def choose_few(queries: int, heads: int, window_keys: int, other_keys: int, sms: int) -> Few | None:
-    """The build whose clusters all run at once and have room for the keys, or None."""
+def choose_few(
+    queries: int,
+    heads: int,
+    window_keys: int,
+    other_keys: int,
+    sms: int,
+    runs: Callable[[Few], bool] = lambda _few: True,
+) -> Few | None:
+    """The build whose clusters all run at once and have room for the keys, or None. `runs`: whether the device can hold one of
+    its clusters at all, asked last since it builds the kernel.
+    """
     at_once = (few for few in FEW if 132 * queries * -(-heads // few.heads) <= few.most * sms)
-    return next((few for few in at_once if few.has_room(window_keys, other_keys)), None)
+    return next((few for few in at_once if few.has_room(window_keys, other_keys) and runs(few)), None)
 
 
 def _check(q: torch.Tensor, slots: torch.Tensor, name: str) -> None:
@@ -234,7 +244,9 @@ def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, *rest, splits: i
     t, heads, _ = q.shape
     keys, sms = (slots.shape[1], extra_slots.shape[1]), sm_count(q.device)
     arguments = _arguments(q, pool, slots, view, extra_pool, extra_slots, *rest)
-    splits = splits or choose_few(t, heads, *keys, sms)
+    splits = splits or choose_few(
+        t, heads, *keys, sms, lambda few: _SPARSE_MLA_FEW[few].clusters(q.device, few.splits) > 0
+    )
     if isinstance(splits, Few):
         require(splits in _SPARSE_MLA_FEW, f"splits is {splits}; allowed: {FEW}")
         require(splits.has_room(*keys), f"{splits} has no room for {keys[0]} and {keys[1]} keys")

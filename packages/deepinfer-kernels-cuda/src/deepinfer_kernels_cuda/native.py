@@ -141,6 +141,7 @@ class NativeKernel:
         self.source, self.entry, self.threads, self.shared, self.defines = source, entry, threads, shared, defines
         self._layout = struct.Struct("@" + arguments)
         self._functions: dict[int, ctypes.c_void_p] = {}
+        self._clusters: dict[tuple[int, int], int] = {}
 
     def _load(self, device: int) -> ctypes.c_void_p:
         if device not in self._functions:
@@ -184,6 +185,24 @@ class NativeKernel:
             (ctypes.c_uint * 6)(*grid, self.threads, 1, 1), self.shared, stream,
             ctypes.cast(attributes, ctypes.POINTER(_Attribute)), len(wanted),
         )  # fmt: skip
+
+    def clusters(self, device: torch.device, size: int) -> int:
+        """How many clusters of `size` blocks a device runs at once; 0 where its groups of multiprocessors are smaller.
+
+        Raises:
+            NativeError: The driver's words.
+        """
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        if (index, size) not in self._clusters:
+            count = ctypes.c_int()
+            with torch.cuda.device(index):
+                config = self._config((1024 * size, 1, 1), size, None, overlapping=False)
+                result = _driver().cuOccupancyMaxActiveClusters(
+                    ctypes.byref(count), self._load(index), ctypes.byref(config)
+                )
+            _check_driver(result, f"{self.entry}: clusters at once")
+            self._clusters[index, size] = count.value
+        return self._clusters[index, size]
 
     def resident(self, device: torch.device) -> int:
         """How many blocks a device holds at once.
