@@ -47,6 +47,14 @@ class RopeConfig:
             raise ValueError(f"rotary head_dim {self.head_dim} must be even and at least 2")
         if self.kind in ("llama3", "yarn") and self.original_positions < 1:
             raise ValueError(f"rope type {self.kind!r} needs original_max_position_embeddings")
+        if self.theta <= 1 or self.factor <= 0:
+            raise ValueError(f"rope_theta {self.theta} must be above 1 and factor {self.factor} above 0")
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be above 0 and below high_freq_factor {self.high_freq_factor}"
+            )
+        if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
+            raise ValueError(f"beta_slow {self.beta_slow} must be above 0 and below beta_fast {self.beta_fast}")
 
 
 def rope_frequencies(config: RopeConfig) -> torch.Tensor:

@@ -24,8 +24,10 @@ def read_metadata(path: Path) -> dict[str, Any]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             return _Cursor(data).pairs()
-        except (struct.error, IndexError) as error:
+        except (struct.error, IndexError, OverflowError, MemoryError) as error:  # lengths and counts are any numbers
             raise GGUFError(f"{path}: the file ends inside its metadata") from error
+        except RecursionError as error:
+            raise GGUFError(f"{path}: arrays inside arrays without end") from error
         except GGUFError as error:
             raise GGUFError(f"{path}: {error}") from None
 

@@ -86,7 +86,7 @@ def from_gguf(file: Path, name: str | None = None) -> Tokenizer:
 
     def text(key: str) -> str | None:
         token_id = facts.get(f"tokenizer.ggml.{key}")
-        return tokens[token_id] if token_id is not None and token_id < len(tokens) else None
+        return tokens[token_id] if isinstance(token_id, int) and 0 <= token_id < len(tokens) else None
 
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ends = {facts[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in facts}

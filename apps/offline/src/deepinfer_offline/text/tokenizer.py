@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_offline.engine.base import RequestError
+from deepinfer_offline.engine.base import EngineStartError, RequestError
 from deepinfer_offline.text.bound import TokenBound, token_bound
 from deepinfer_offline.text.chat import ChatTemplate
 from deepinfer_offline.text.vocabulary import Vocabulary
@@ -143,4 +143,9 @@ def load_tokenizer(path: Path, *, name: str | None = None) -> Tokenizer | None:
     """
     from deepinfer_offline.text import load
 
-    return load.from_gguf(path, name) if path.suffix == ".gguf" else load.from_folder(path, name)
+    try:
+        return load.from_gguf(path, name) if path.suffix == ".gguf" else load.from_folder(path, name)
+    except EngineStartError:
+        raise
+    except Exception as error:  # damaged files hold values of any type, and the Rust side raises plain Exception
+        raise EngineStartError(f"the tokenizer of {path} cannot be read: {error}") from error

@@ -20,7 +20,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises EngineStartError if it is not one."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineStartError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(found, dict):
         raise EngineStartError(f"{file} is JSON, but not an object")
@@ -66,7 +66,10 @@ class FolderTensors:
 def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        where = read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+            raise EngineStartError(f"{index} has no weight_map of tensor names and file names")
+        names = sorted(set(where.values()))
         for name in names:
             if Path(name).name != name:
                 raise EngineStartError(f"{index} names a file outside its folder: {name!r}")

@@ -6,6 +6,7 @@ loading the weights. Here the header is walked once; block formats are decoded b
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -40,6 +41,9 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_DAMAGE = (ValueError, TypeError, LookupError, ArithmeticError, MemoryError, RecursionError, struct.error)
+_UNREADABLE = (OSError, *_DAMAGE)
+"""What reading a damaged file may raise: its counts, lengths and types are any numbers."""
 ROPE_DIVISORS = "rope_freqs.weight"
 """Per-frequency divisors that Llama 3 files carry; they end up in the configuration."""
 
@@ -69,7 +73,7 @@ def read_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Cursor(data).header()
-    except (OSError, ValueError, struct.error, IndexError, KeyError) as error:
+    except _UNREADABLE as error:
         raise EngineStartError(f"{path} is not a GGUF file that this version reads: {error}") from error
 
 
@@ -78,7 +82,7 @@ class GgufTensors:
 
     def __init__(self, path: Path, header: GgufHeader) -> None:
         self._path = path
-        self._data = np.memmap(path, np.uint8, mode="r", offset=header.data_start)
+        self._data = _map(path, header)
         self._names = {_hf_name(name): name for name in header.entries if name != ROPE_DIVISORS}
         self._entries = header.entries
         self._heads = _permuted_heads(header.facts)
@@ -111,7 +115,7 @@ def gguf_config(path: Path, header: GgufHeader) -> dict[str, Any]:
     """
     facts = header.facts
     family = facts.get("general.architecture")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise EngineStartError(
             f"{path} has GGUF architecture {family!r}; the native engine reads {', '.join(_FAMILIES)}"
         )
@@ -119,17 +123,21 @@ def gguf_config(path: Path, header: GgufHeader) -> dict[str, Any]:
     def fact(key: str, default: Any = None) -> Any:
         return facts.get(f"{family}.{key}", default)
 
-    heads = fact("attention.head_count")
+    heads, width = fact("attention.head_count"), fact("embedding_length")
+    known = isinstance(heads, int) and isinstance(width, int) and heads > 0
+    table = header.entries.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise EngineStartError(f"{path} has no matrix token_embd.weight, so it holds no whole model")
     return {
         "model_type": _FAMILIES[family],
         "dtype": "bfloat16",
-        "vocab_size": header.entries["token_embd.weight"].shape[0],
-        "hidden_size": fact("embedding_length"),
+        "vocab_size": table.shape[0],
+        "hidden_size": width,
         "intermediate_size": fact("feed_forward_length"),
         "num_hidden_layers": fact("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": fact("attention.head_count_kv", heads),
-        "head_dim": fact("attention.key_length") or fact("rope.dimension_count") or fact("embedding_length") // heads,
+        "head_dim": fact("attention.key_length") or fact("rope.dimension_count") or (width // heads if known else None),
         "rms_norm_eps": fact("attention.layer_norm_rms_epsilon", 1e-6),
         "max_position_embeddings": fact("context_length"),
         "tie_word_embeddings": "output.weight" not in header.entries,
@@ -149,8 +157,7 @@ def _rope(path: Path, header: GgufHeader, fact: Any) -> dict[str, Any]:
     elif kind not in (None, "none"):
         raise EngineStartError(f"{path} scales its rotary embedding by {kind!r}; the native engine knows linear, yarn")
     if ROPE_DIVISORS in header.entries:
-        data = np.memmap(path, np.uint8, mode="r", offset=header.data_start)
-        rope["divisors"] = _decode(data, header.entries[ROPE_DIVISORS], path).tolist()
+        rope["divisors"] = _decode(_map(path, header), header.entries[ROPE_DIVISORS], path).tolist()
     return rope
 
 
@@ -177,6 +184,14 @@ def _halves_first(values: np.ndarray, heads: int) -> np.ndarray:
     return paired.swapaxes(1, 2).reshape(values.shape)
 
 
+def _map(path: Path, header: GgufHeader) -> np.ndarray:
+    """The tensor data. Raises EngineStartError if there is none."""
+    try:
+        return np.memmap(path, np.uint8, mode="r", offset=header.data_start)
+    except _UNREADABLE as error:
+        raise EngineStartError(f"{path} ends before its tensor data does: {error}") from error
+
+
 def _decode(data: np.ndarray, entry: _Entry, path: Path) -> np.ndarray:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
@@ -184,13 +199,13 @@ def _decode(data: np.ndarray, entry: _Entry, path: Path) -> np.ndarray:
     try:
         kind = GGMLQuantizationType(entry.kind)
         block, width = GGML_QUANT_SIZES[kind]
-        count = int(np.prod(entry.shape))
+        count = math.prod(entry.shape)
         raw = data[entry.offset : entry.offset + count // block * width]
         if len(raw) != count // block * width:
             raise EngineStartError(f"{path} ends before its tensor data does")
         rows = raw.reshape(*entry.shape[:-1], entry.shape[-1] // block * width)
         return dequantize(rows, kind)
-    except (ValueError, KeyError, NotImplementedError) as error:
+    except (*_DAMAGE, NotImplementedError) as error:
         raise EngineStartError(f"{path} stores tensors in GGML type {entry.kind}, which cannot be decoded") from error
 
 
@@ -207,6 +222,8 @@ class _Cursor:
         facts = dict(self.pair() for _ in range(pairs))
         entries = dict(self.entry() for _ in range(tensors))
         alignment = facts.get("general.alignment", 32)
+        if alignment < 1:
+            raise ValueError(f"general.alignment is {alignment}")
         return GgufHeader(facts, entries, -(-self.at // alignment) * alignment)
 
     def take(self, layout: str) -> tuple[Any, ...]:
@@ -216,6 +233,8 @@ class _Cursor:
 
     def string(self) -> str:
         (length,) = self.take("<Q")
+        if length > len(self.data) - self.at:
+            raise ValueError(f"a text of {length} bytes at byte {self.at} of {len(self.data)}")
         self.at += length
         return self.data[self.at - length : self.at].decode("utf-8", errors="replace")
 

@@ -85,7 +85,7 @@ def _folder_source(folder: Path) -> ModelSource:
     if not file.is_file():
         raise EngineStartError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
     config = read_json(file)
-    if "model_type" not in config:
+    if not isinstance(config.get("model_type"), str):
         raise EngineStartError(f"{file} has no model_type")
     from deepinfer_offline.models.registry import known_model_types
 

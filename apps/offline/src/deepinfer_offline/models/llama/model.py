@@ -20,7 +20,7 @@ from deepinfer_offline.models.base import (
 from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.models.llama.draft import LlamaDraft, draft_block_bytes, draft_config, draft_weight_bytes
 from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer
-from deepinfer_offline.models.llama.weights import EMBED, HEAD, NORM, expected_shapes, read_layers
+from deepinfer_offline.models.llama.weights import EMBED, HEAD, NORM, layer_shapes, read_layers, top_shapes
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
 from deepinfer_offline.ops.products import LayerWidths, Stream
 from deepinfer_offline.ops.rope import rope_table
@@ -151,10 +151,10 @@ class LlamaModel:
     @staticmethod
     def _facts(config: LlamaConfig, options: ModelOptions) -> ModelFacts:
         size = options.dtype.itemsize
-        shapes = expected_shapes(config)
-        weights = sum(_count(shape) for shape in shapes.values()) * size
+        top, layer = (sum(map(_count, shapes(config).values())) for shapes in (top_shapes, layer_shapes))
+        weights = (top + config.num_layers * layer) * size
         if config.tie_embeddings:
-            weights += _count(shapes[EMBED]) * size  # packed again as the output head
+            weights += config.vocab_size * config.hidden_size * size  # packed again as the output head
         tokens, rows = options.max_step_tokens, options.max_running
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
         workspace = tokens * widths * size + rows * config.vocab_size * (4 + size) * 2

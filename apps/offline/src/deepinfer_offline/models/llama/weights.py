@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.weights.ledger import check_tensors, read_tensors
 from deepinfer_offline.weights.source import ModelSource
@@ -55,12 +56,16 @@ def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of every tensor of the checkpoint."""
+def top_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that belong to no layer."""
     table = (config.vocab_size, config.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {EMBED: table, NORM: (config.hidden_size,)}
-    if not config.tie_embeddings:
-        shapes[HEAD] = table
+    return shapes if config.tie_embeddings else shapes | {HEAD: table}
+
+
+def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of every tensor of the checkpoint."""
+    shapes = top_shapes(config)
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(config).items()}
     return shapes
@@ -80,8 +85,13 @@ def read_layers(
     def ignored(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (tied_copy and name == HEAD)
 
+    if config.num_layers > len(reader.shapes):  # before a table of all names is made, which could be of any size
+        raise EngineStartError(
+            f"the weights in {source.path} do not fit their configuration: num_hidden_layers is {config.num_layers}, and "
+            f"there are {len(reader.shapes)} tensors in all"
+        )
     check_tensors(reader, expected_shapes(config), source.path, ignored)
-    top = dict(read_tensors(reader, [name for name in (EMBED, NORM, HEAD) if name in expected_shapes(config)], dtype))
+    top = dict(read_tensors(reader, list(top_shapes(config)), dtype))
 
     def layers() -> Iterator[LayerTensors]:
         short = list(layer_shapes(config))
