@@ -141,6 +141,10 @@ START_ERRORS = {
     "bad drafts": (["in.jsonl", "-o", "out", "--speculative", "on"], ["--speculative 'on'", "dspark"]),
     "bad memory": (["in.jsonl", "-o", "out", "--kv-memory", "lots"], ["--kv-memory 'lots'", "4GiB"]),
     "no memory": (["in.jsonl", "-o", "out", "--kv-memory", "0"], ["--kv-memory must be at least 1"]),
+    "no folder for a size": (
+        ["in.jsonl", "-o", "out", "--kv-store-size", "1GiB"],
+        ["--kv-store-size 1 GiB", "--kv-store"],
+    ),
     "bad number": (["in.jsonl", "-o", "out", "--max-running", "many"], ["--max-running", "many"]),
     "a power of ten": (
         ["in.jsonl", "-o", "out", "--max-running", "1e8"],

@@ -203,10 +203,12 @@ def test_start_errors_are_one_sentence(folder: Path, tmp_path: Path) -> None:
         make(folder, kv_memory=1 << 50)
     with pytest.raises(EngineStartError, match=r"a step \d.*smaller --max-running.*are there"):
         make(folder, max_num_seqs=1 << 32)
-    with pytest.raises(EngineStartError, match=f"max_model_len {CONTEXT * 2} is more than the {CONTEXT}"):
+    with pytest.raises(EngineStartError, match=f"--max-model-len {CONTEXT * 2} is more than the {CONTEXT}"):
         make(folder, max_model_len=CONTEXT * 2)
-    with pytest.raises(EngineStartError, match="does not fit"):
+    with pytest.raises(EngineStartError, match=f"--max-model-len {CONTEXT} does not fit"):
         make(folder, kv_memory=64 << 10, max_model_len=CONTEXT)
+    with pytest.raises(EngineStartError, match="--no-decoder-replay: every row passes every layer of tiny-llama"):
+        make(folder, decoder_replay=False)
     with pytest.raises(OptionsError, match="dtype"):
         make(folder, dtype="int8")
 

@@ -82,3 +82,18 @@ def test_a_wrong_argument_is_named(name, text, says):
 def test_window_strategy_is_the_native_engines():
     with pytest.raises(EngineStartError, match="--window-strategy exact: vLLM decides this itself"):
         arguments(window_strategy="exact")
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"speculative": "suffix"}, "--speculative suffix"),
+        ({"speculative": "auto"}, "--speculative auto"),
+        ({"decoder_replay": False}, "--no-decoder-replay"),
+        ({"on_unsupported": "warn"}, "--on-unsupported warn"),
+        ({"window_strategy": "exact"}, "--window-strategy exact"),
+    ],
+)
+def test_what_vllm_would_not_do_is_refused_instead_of_left_out(options, flag):
+    with pytest.raises(EngineStartError, match=f"^{flag}: .*--engine native"):
+        arguments(**options)

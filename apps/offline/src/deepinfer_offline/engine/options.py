@@ -131,9 +131,13 @@ class EngineOptions:
         _one_of("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
         if self.draft_model is not None and self.speculative not in ("auto", "dspark"):
             raise OptionsError(f"--draft-model drafts with --speculative dspark or auto, not {self.speculative!r}")
-        _check_strategy(self.window_strategy)
         for name in ("kv_memory", "kv_store_size", "max_tokens_per_step", "max_running", "max_model_len", "block_size"):
             _at_least_one(name, getattr(self, name))
+        if self.kv_store_size is not None and self.kv_store is None:
+            raise OptionsError(
+                f"--kv-store-size {format_bytes(self.kv_store_size)} limits the folder that --kv-store names; give that too"
+            )
+        _check_strategy(self.window_strategy)
         if not SEEDS[0] <= self.seed <= SEEDS[1]:
             raise OptionsError(f"--seed must be a whole number from {SEEDS[0]} to {SEEDS[1]}, got {self.seed}")
         _at_least_one("tensor_parallel", self.tensor_parallel_size)

@@ -74,6 +74,10 @@ def plan_native(options: EngineOptions, source: ModelSource) -> tuple[type[Model
     if options.kv_store is not None:
         check_folder(options.kv_store)
     kind = model_class(source.model_type)
+    if not options.decoder_replay and not hasattr(kind, "follow_strategy"):
+        raise EngineStartError(
+            f"--no-decoder-replay: every row passes every layer of {source.name} anyway; only V4.1 has a decoder to replay"
+        )
     return kind, *_plan(options, source, kind, choose_device(options.device))
 
 
@@ -115,7 +119,7 @@ def _plan(
         return resolved, plan
     if options.max_model_len is not None:
         raise EngineStartError(
-            f"max_model_len {length} does not fit: {format_bytes(plan.num_bytes)} of KV memory hold {plan.tokens} tokens"
+            f"--max-model-len {length} does not fit: {format_bytes(plan.num_bytes)} of KV memory hold {plan.tokens} tokens"
         )
     resolved = replace(resolved, max_model_len=plan.tokens)
     return resolved, plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved, strategy))
@@ -245,7 +249,7 @@ def _ahead(options: EngineOptions) -> int:
 
 def _model_len(asked: int | None, largest: int, name: str) -> int:
     if asked is not None and asked > largest:
-        raise EngineStartError(f"max_model_len {asked} is more than the {largest} positions that {name} was made for")
+        raise EngineStartError(f"--max-model-len {asked} is more than the {largest} positions that {name} was made for")
     return asked or largest
 
 

@@ -35,6 +35,12 @@ def engine_arguments(options: EngineOptions, model: str, known: type) -> dict[st
         raise EngineStartError(
             "--draft-model: use --engine native, or --engine-arg speculative-config=... for vLLM's own"
         )
+    if options.speculative != "off":
+        raise EngineStartError(
+            f"--speculative {options.speculative}: use --engine native, or --engine-arg speculative-config=... for vLLM's own"
+        )
+    if not options.decoder_replay:
+        raise EngineStartError("--no-decoder-replay: only the native engine replays decoders; use --engine native")
     if options.on_unsupported != "error":
         raise EngineStartError(
             f"--on-unsupported {options.on_unsupported}: vLLM's own grammar engines decide this; use --engine native"
