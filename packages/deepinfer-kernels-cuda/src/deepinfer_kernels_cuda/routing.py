@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +12,34 @@ from .checks import require, require_dims, require_dtype, require_inner, require
 from .libraries import product
 from .native import NativeKernel, native_reason
 from .overlap import overlap
+from .tensormaps import fits_map, tensor_map
 
 #: Tokens from which the library's matrix product is faster than the split one (H200: 21 us of 16 GFLOP at 4096).
 _LIBRARY_TOKENS = 512
 #: Selection on sm_90 of whole logits by experts of a lane: a warp a token, four a block, up to 32 experts chosen.
 _SELECT = {
-    items: NativeKernel("router.cu", "router_select", "PPPPiiifi", threads=128, defines=(f"ITEMS={items}",))
-    for items in (4, 8, 12, 16)
-}
-_SELECT_TOKENS, _SELECT_MOST = 4, 32
+    (items, together): NativeKernel(
+        "router.cu", "router_select", "PPPPiiiifi", threads=128, defines=(f"ITEMS={items}", f"TOGETHER={together}")
+    )
+    for items in (4, 8, 12, 16) for together in (1, 4)
+}  # fmt: skip
+_SELECT_WARPS, _SELECT_MOST, _SELECT_EXPERTS = 4, 32, 512
+#: Up to so many tokens the warps of a block sum the spans of one token together.
+_TOGETHER_TOKENS = 256
+
+
+#: The product on sm_90 for many tokens: experts of a block, its steps of columns, blocks of a cluster.
+_BLOCK_EXPERTS, _STEP, _CLUSTER, _MULTIPROCESSORS = 192, 64, 2, 132
+
+
+@functools.lru_cache(maxsize=32)
+def _product_kernel(tokens: int, experts: int, cluster: int, stages: int, early: int) -> NativeKernel:
+    shared = stages * (tokens + experts) * 128 + 1024
+    return NativeKernel(
+        "router_product.cu", "router_product", "128s128sPiiii", threads=288, shared=shared,
+        defines=(f"TOKENS={tokens}", f"EXPERTS={experts}", f"CLUSTER={cluster}", f"STAGES={stages}", f"EARLY={early}",
+                 f"SHARED={shared}"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,11 +90,49 @@ def router(
     ids = torch.empty(t, k, dtype=torch.int64, device=x.device)
     gates = torch.empty(t, k, dtype=torch.float32, device=x.device)
     if t:
-        # cuBLAS has no better kernel for few tokens, and none that keeps float32 exact.
-        library = x.is_cuda and x.dtype == torch.bfloat16 and t >= _LIBRARY_TOKENS
-        part = product(x, weight)[None] if library else _logits(x, weight)
-        _select(part, bias, ids, gates, normalise, scale)
+        _select(_parts(x, weight), bias, ids, gates, normalise, scale)
     return ids, gates
+
+
+def _parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Partial logits float32 [spans, t, experts]."""
+    # cuBLAS has no better kernel for few tokens, and none that keeps float32 exact.
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] >= _LIBRARY_TOKENS):
+        return _logits(x, weight)
+    fits = weight.shape[0] % _BLOCK_EXPERTS == 0 and fits_map(x) and fits_map(weight)
+    if fits and device_arch(x.device) == 90 and native_reason() is None:
+        return _logits_sm90(x, weight)
+    return product(x, weight)[None]
+
+
+@functools.lru_cache(maxsize=1024)
+def _spans(tiles: int, steps: int) -> int:
+    """Into how many spans of columns the product of so many tiles is cut: the least time, in steps of a block.
+
+    A block takes some 8 steps to begin and to end; a part of the logits takes one step of 132 blocks to write and read.
+    """
+
+    def time(spans: int) -> float:
+        return -(-tiles * spans // _MULTIPROCESSORS) * (-(-steps // spans) + 8) + tiles * spans / 64
+
+    return min((spans for spans in range(1, 17) if -(-steps // -(-steps // spans)) == spans), key=time)
+
+
+def _logits_sm90(
+    x: torch.Tensor, weight: torch.Tensor, tokens: int = 128, wide: int = 192, cluster: int = _CLUSTER,
+    stages: int = 5, early: int = 0, spans: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The same in CUDA C++, for many tokens."""
+    (t, d), experts = x.shape, weight.shape[0]
+    tiles, steps = -(-t // (tokens * cluster)) * cluster, -(-d // _STEP)
+    across = experts // wide
+    span = -(-steps // (spans or _spans(tiles * across, steps)))
+    part = torch.empty(-(-steps // span), t, experts, dtype=torch.float32, device=x.device)
+    _product_kernel(tokens, wide, cluster, stages, early)(
+        (tiles, across, part.shape[0]), tensor_map(x, tokens), tensor_map(weight, wide // cluster),
+        part.data_ptr(), t, experts, steps, span, device=x.device, cluster=cluster,
+    )  # fmt: skip
+    return part
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, cut: _Split | None = None) -> torch.Tensor:
@@ -93,22 +151,21 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, cut: _Split | None = None) ->
 
 
 def _select(part, bias, ids, gates, normalise: bool, scale: float) -> None:
-    fits = (
-        part.shape[0] == 1 and _lane_experts(part) in _SELECT and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
-    )
+    fits = part.shape[2] <= _SELECT_EXPERTS and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
     native = fits and device_arch(part.device) == 90 and native_reason() is None
     (_select_sm90 if native else _select_portable)(part, bias, ids, gates, normalise, scale)
 
 
-def _lane_experts(part: torch.Tensor) -> int:
-    return -(-part.shape[2] // 128) * 4
+def _lane_experts(experts: int) -> int:
+    return -(-experts // 128) * 4
 
 
 def _select_sm90(part, bias, ids, gates, normalise: bool, scale: float) -> None:
-    (_, t, experts), k = part.shape, ids.shape[1]
-    _SELECT[_lane_experts(part)](
-        (-(-t // _SELECT_TOKENS), 1, 1),
-        part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, k, scale, int(normalise),
+    (spans, t, experts), k = part.shape, ids.shape[1]
+    together = _SELECT_WARPS if spans > 1 and t <= _TOGETHER_TOKENS else 1
+    _SELECT[_lane_experts(experts), together](
+        (-(-t * together // _SELECT_WARPS), 1, 1),
+        part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, spans, k, scale, int(normalise),
         device=part.device,
     )  # fmt: skip
 

@@ -1,11 +1,21 @@
 #include "hopper.cuh"
 // The router's selection: top k of sqrt(softplus(logit)) + bias (lowest expert on ties), ids ascending, their weights.
 //
+// Logits may be cut into spans, of which each has a part: they are added in order.
+//
 // A warp selects for one token; a lane owns ITEMS neighbouring experts. The k-th largest key is found by walking down the
 // distinct keys, one round each: of key - best, as an unsigned number, the largest is the next key below `best`. Where keys are
 // equal that may end early or choose too many: then the threshold is found bit by bit, by counting.
 
+#ifndef UNROLL
+#define UNROLL 4
+#endif
 constexpr int THREADS = 128, WARPS = THREADS / 32, MOST = 32;
+// Warps that sum the spans of one token: one of them or all of the block.
+#ifndef TOGETHER
+#define TOGETHER 1
+#endif
+static_assert(TOGETHER == 1 || TOGETHER == WARPS, "warps of a token");
 
 // sqrt(softplus): the logarithm of 1 + u, u in [0, 1], as a polynomial (relative error 2e-7).
 __device__ __forceinline__ float score(float logit) {
@@ -64,7 +74,8 @@ __device__ __forceinline__ u32 choose_with_ties(const u32 (&key)[ITEMS], u32 k) 
 }
 
 struct Row {
-    int experts;
+    int experts, spans;
+    i64 apart;  // from a span's part to the next
     bool wide;  // whole vectors of four
 
     __device__ __forceinline__ void load(float (&x)[ITEMS], const float* from, int begin, float missing) const {
@@ -80,20 +91,51 @@ struct Row {
             for (int i = 0; i < ITEMS; ++i) x[i] = begin + i < experts ? from[begin + i] : missing;
         }
     }
+    // The sum of every `apiece`-th span from `first` on.
+    __device__ __forceinline__ void load_sum(float (&x)[ITEMS], const float* from, int begin, int first, int apiece) const {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) x[i] = 0.0f;
+        if (first < spans) load(x, from + first * apart, begin, 0.0f);
+#pragma unroll UNROLL
+        for (int span = first + apiece; span < spans; span += apiece) {
+            float more[ITEMS];
+            load(more, from + span * apart, begin, 0.0f);
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) x[i] += more[i];
+        }
+    }
 };
 
-// Grid (tokens / WARPS); logits [tokens, experts]; k <= MOST.
+__device__ __forceinline__ void keep(float* kept, const float (&x)[ITEMS]) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; i += 4) *reinterpret_cast<float4*>(kept + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+}
+
+// Grid (tokens * TOGETHER / WARPS); logits [spans, tokens, experts]; k <= MOST.
 extern "C" __global__ void __launch_bounds__(THREADS)
-router_select(const float* logits, const float* bias, i64* ids, float* gates, int tokens, int experts, int k, float scale, int normalise) {
+router_select(const float* logits, const float* bias, i64* ids, float* gates, int tokens, int experts, int spans, int k, float scale,
+              int normalise) {
     __shared__ int list[WARPS][MOST];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.x * WARPS + warp, begin = lane * ITEMS;
-    const Row row{experts, (experts & 3) == 0 && ((reinterpret_cast<u64>(logits) | reinterpret_cast<u64>(bias)) & 15) == 0};
+    __shared__ __align__(16) float kept[WARPS][32 * ITEMS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = (blockIdx.x * WARPS + warp) / TOGETHER, begin = lane * ITEMS;
+    const Row row{experts, spans, i64(tokens) * experts,
+                  (experts & 3) == 0 && ((reinterpret_cast<u64>(logits) | reinterpret_cast<u64>(bias)) & 15) == 0};
     float offset[ITEMS], x[ITEMS];
     row.load(offset, bias, begin, NEG_INF);  // what is no expert comes last of all
     wait_for_kernels();
     if (token >= tokens) return;
     const float* own = logits + i64(token) * experts;
-    row.load(x, own, begin, 0.0f);
+    row.load_sum(x, own, begin, warp % TOGETHER, TOGETHER);
+    if (TOGETHER > 1) {
+        if (warp) keep(kept[warp] + begin, x);
+        __syncthreads();
+        if (warp) return;
+#pragma unroll
+        for (int w = 1; w < TOGETHER; ++w)
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) x[i] += kept[w][begin + i];
+    }
+    keep(kept[warp] + begin, x);
     u32 key[ITEMS], best = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -118,7 +160,7 @@ router_select(const float* logits, const float* bias, i64* ids, float* gates, in
     for (u32 place = sum_before(__popc(chosen)); chosen; chosen &= chosen - 1) list[warp][place++] = begin + __ffs(chosen) - 1;
     __syncwarp();
     const int expert = lane < k ? list[warp][lane] : 0;
-    float weight = lane < k ? score(own[expert]) : 0.0f;
+    float weight = lane < k ? score(kept[warp][expert]) : 0.0f;
     if (normalise) {
         float sum = weight;
 #pragma unroll
