@@ -33,12 +33,12 @@ _BLOCK_EXPERTS, _STEP, _CLUSTER, _MULTIPROCESSORS = 192, 64, 2, 132
 
 
 @functools.lru_cache(maxsize=32)
-def _product_kernel(tokens: int, experts: int, cluster: int, stages: int, early: int) -> NativeKernel:
+def _product_kernel(tokens: int, experts: int, cluster: int, stages: int, early: int, fuse: int = 0) -> NativeKernel:
     shared = stages * (tokens + experts) * 128 + 1024
     return NativeKernel(
-        "router_product.cu", "router_product", "128s128sPiiii", threads=288, shared=shared,
+        "router_product.cu", "router_product", "128s128sPiiii" + "PPPifiP" * fuse, threads=288, shared=shared,
         defines=(f"TOKENS={tokens}", f"EXPERTS={experts}", f"CLUSTER={cluster}", f"STAGES={stages}", f"EARLY={early}",
-                 f"SHARED={shared}"),
+                 f"FUSE={fuse}", f"SHARED={shared}"),
     )  # fmt: skip
 
 
@@ -133,6 +133,26 @@ def _logits_sm90(
         part.data_ptr(), t, experts, steps, span, device=x.device, cluster=cluster,
     )  # fmt: skip
     return part
+
+
+@functools.lru_cache(maxsize=64)
+def _counters(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
+    return torch.zeros(2 * _MULTIPROCESSORS, dtype=torch.int32, device=device)
+
+
+def _fused(x, weight, bias, ids, gates, normalise, scale, tokens, wide, cluster, stages, early, spans) -> None:
+    (t, d), experts = x.shape, weight.shape[0]
+    tiles, steps = -(-t // (tokens * cluster)) * cluster, -(-d // _STEP)
+    across = experts // wide
+    span = -(-steps // spans)
+    part = torch.empty(-(-steps // span), t, experts, dtype=torch.float32, device=x.device)
+    assert tiles * across * part.shape[0] <= _MULTIPROCESSORS
+    counters = _counters(x.device, torch.cuda.current_stream(x.device).cuda_stream)
+    _product_kernel(tokens, wide, cluster, stages, early, 1)(
+        (tiles, across, part.shape[0]), tensor_map(x, tokens), tensor_map(weight, wide // cluster),
+        part.data_ptr(), t, experts, steps, span, bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), ids.shape[1], scale,
+        int(normalise), counters.data_ptr(), device=x.device, cluster=cluster,
+    )  # fmt: skip
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, cut: _Split | None = None) -> torch.Tensor:

@@ -1,115 +1,13 @@
 #include "hopper.cuh"
-// The router's selection: top k of sqrt(softplus(logit)) + bias (lowest expert on ties), ids ascending, their weights.
-//
-// Logits may be cut into spans, of which each has a part: they are added in order.
-//
-// A warp selects for one token; a lane owns ITEMS neighbouring experts. The k-th largest key is found by walking down the
-// distinct keys, one round each: of key - best, as an unsigned number, the largest is the next key below `best`. Where keys are
-// equal that may end early or choose too many: then the threshold is found bit by bit, by counting.
+#include "router.cuh"
+// The selection alone.
 
-#ifndef UNROLL
-#define UNROLL 4
-#endif
-constexpr int THREADS = 128, WARPS = THREADS / 32, MOST = 32;
+constexpr int THREADS = 128, WARPS = THREADS / 32;
 // Warps that sum the spans of one token: one of them or all of the block.
 #ifndef TOGETHER
 #define TOGETHER 1
 #endif
 static_assert(TOGETHER == 1 || TOGETHER == WARPS, "warps of a token");
-
-// sqrt(softplus): the logarithm of 1 + u, u in [0, 1], as a polynomial (relative error 2e-7).
-__device__ __forceinline__ float score(float logit) {
-    const float u = exp2_fast(-1.44269504f * fabsf(logit));
-    float p = -0.0032439809292554855f;
-    p = fmaf(p, u, 0.019851263612508774f);
-    p = fmaf(p, u, -0.056959159672260284f);
-    p = fmaf(p, u, 0.10603617131710052f);
-    p = fmaf(p, u, -0.15305569767951965f);
-    p = fmaf(p, u, 0.19675931334495544f);
-    p = fmaf(p, u, -0.24954132735729218f);
-    p = fmaf(p, u, 0.3332996368408203f);
-    p = fmaf(p, u, -0.4999990165233612f);
-    p = fmaf(p, u, 1.0f);
-    const float sum = fmaf(p, u, fmaxf(logit, 0.0f));
-    float root;
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(sum));
-    return root;
-}
-
-// Unsigned, in the order of the floats (of which none is -0.0); NaN counts as -1e30.
-__device__ __forceinline__ u32 ordered(float value) {
-    const u32 bits = __float_as_uint(value == value ? value : -1e30f);
-    return bits ^ (u32(int(bits) >> 31) | 0x80000000u);
-}
-
-// Lanes' sums before this one's.
-__device__ __forceinline__ u32 sum_before(u32 own) {
-    u32 sum = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const u32 other = __shfl_up_sync(~0u, sum, d);
-        if ((threadIdx.x & 31) >= d) sum += other;
-    }
-    return sum - own;
-}
-
-__device__ __forceinline__ u32 count_from(const u32 (&key)[ITEMS], u32 bound) {
-    u32 count = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) count += key[i] >= bound;
-    return __reduce_add_sync(~0u, count);
-}
-
-// The lane's chosen experts, a bit each, where keys are equal: all over the k-th key and the first of those equal to it.
-__device__ __forceinline__ u32 choose_with_ties(const u32 (&key)[ITEMS], u32 k) {
-    u32 found = 0;
-    for (int bit = 31; bit >= 0; --bit)
-        if (count_from(key, found | (1u << bit)) >= k) found |= 1u << bit;
-    u32 above = 0, equal = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) above |= u32(key[i] > found) << i, equal |= u32(key[i] == found) << i;
-    int room = int(k) - int(__reduce_add_sync(~0u, __popc(above))) - int(sum_before(__popc(equal)));
-    for (; equal && room > 0; equal &= equal - 1, --room) above |= equal & -equal;
-    return above;
-}
-
-struct Row {
-    int experts, spans;
-    i64 apart;  // from a span's part to the next
-    bool wide;  // whole vectors of four
-
-    __device__ __forceinline__ void load(float (&x)[ITEMS], const float* from, int begin, float missing) const {
-        if (wide) {
-#pragma unroll
-            for (int i = 0; i < ITEMS; i += 4) {
-                float4 four = make_float4(missing, missing, missing, missing);
-                if (begin + i < experts) four = *reinterpret_cast<const float4*>(from + begin + i);
-                x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) x[i] = begin + i < experts ? from[begin + i] : missing;
-        }
-    }
-    // The sum of every `apiece`-th span from `first` on.
-    __device__ __forceinline__ void load_sum(float (&x)[ITEMS], const float* from, int begin, int first, int apiece) const {
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) x[i] = 0.0f;
-        if (first < spans) load(x, from + first * apart, begin, 0.0f);
-#pragma unroll UNROLL
-        for (int span = first + apiece; span < spans; span += apiece) {
-            float more[ITEMS];
-            load(more, from + span * apart, begin, 0.0f);
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) x[i] += more[i];
-        }
-    }
-};
-
-__device__ __forceinline__ void keep(float* kept, const float (&x)[ITEMS]) {
-#pragma unroll
-    for (int i = 0; i < ITEMS; i += 4) *reinterpret_cast<float4*>(kept + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
-}
 
 // Grid (tokens * TOGETHER / WARPS); logits [spans, tokens, experts]; k <= MOST.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -118,57 +16,24 @@ router_select(const float* logits, const float* bias, i64* ids, float* gates, in
     __shared__ int list[WARPS][MOST];
     __shared__ __align__(16) float kept[WARPS][32 * ITEMS];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = (blockIdx.x * WARPS + warp) / TOGETHER, begin = lane * ITEMS;
-    const Row row{experts, spans, i64(tokens) * experts,
-                  (experts & 3) == 0 && ((reinterpret_cast<u64>(logits) | reinterpret_cast<u64>(bias)) & 15) == 0};
+    const Row row(logits, bias, tokens, experts, spans);
     float offset[ITEMS], x[ITEMS];
     row.load(offset, bias, begin, NEG_INF);  // what is no expert comes last of all
     wait_for_kernels();
     if (token >= tokens) return;
-    const float* own = logits + i64(token) * experts;
-    row.load_sum(x, own, begin, warp % TOGETHER, TOGETHER);
+    row.load_sum(x, logits + i64(token) * experts, begin, warp % TOGETHER, TOGETHER);
     if (TOGETHER > 1) {
-        if (warp) keep(kept[warp] + begin, x);
+        if (warp) keep(kept[warp], x);
         __syncthreads();
         if (warp) return;
 #pragma unroll
-        for (int w = 1; w < TOGETHER; ++w)
+        for (int w = 1; w < TOGETHER; ++w) {
+            float more[ITEMS];
+            recall(more, kept[w]);
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i) x[i] += kept[w][begin + i];
+            for (int i = 0; i < ITEMS; ++i) x[i] += more[i];
+        }
     }
-    keep(kept[warp] + begin, x);
-    u32 key[ITEMS], best = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        key[i] = ordered(score(x[i]) + offset[i]);
-        best = max(best, key[i]);
-    }
-    best = __reduce_max_sync(~0u, best);
-    bool descends = true;
-#pragma unroll 1
-    for (int round = 1; round < k; ++round) {
-        u32 next = 0;
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) next = max(next, key[i] - best);
-        next = best + __reduce_max_sync(~0u, next);
-        descends &= next < best;
-        best = next;
-    }
-    u32 chosen = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) chosen |= u32(key[i] >= best) << i;
-    if (!descends || __reduce_add_sync(~0u, __popc(chosen)) != k) chosen = choose_with_ties(key, k);
-    for (u32 place = sum_before(__popc(chosen)); chosen; chosen &= chosen - 1) list[warp][place++] = begin + __ffs(chosen) - 1;
-    __syncwarp();
-    const int expert = lane < k ? list[warp][lane] : 0;
-    float weight = lane < k ? score(kept[warp][expert]) : 0.0f;
-    if (normalise) {
-        float sum = weight;
-#pragma unroll
-        for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-        asm("div.full.f32 %0, %1, %2;" : "=f"(weight) : "f"(weight), "f"(sum + 1e-20f));
-    }
-    if (lane < k) {
-        ids[i64(token) * k + lane] = expert;
-        gates[i64(token) * k + lane] = weight * scale;
-    }
+    keep(kept[warp], x);
+    Choice{bias, ids, gates, k, scale, normalise}.select(x, offset, kept[warp], list[warp], token);
 }

@@ -1,4 +1,8 @@
 #include "wgmma.cuh"
+#ifndef ITEMS
+#define ITEMS 12
+#endif
+#include "router.cuh"
 // The router's logits for many tokens: x [tokens, d] times weight [experts, d] transposed, split along d.
 //
 // A block has TOKENS tokens, EXPERTS experts and a span of d. The two blocks of a cluster have the same experts and bring each other
@@ -118,11 +122,106 @@ __device__ __forceinline__ void store_logits(float* out, const float (&acc)[WIDT
     }
 }
 
+#if FUSE
+__device__ __forceinline__ void add_released(u32* counter) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ u32 read_acquired(const u32* counter) {
+    u32 d;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(d) : "l"(counter) : "memory");
+    return d;
+}
+
+// The logits of tokens first + i, first + i + 8, ... to shared memory: loads of all are on their way together.
+template <int COUNT>
+__device__ __forceinline__ void row_sums(const Row& row, float* kept, const float* part, int first, int i, int last) {
+    const int begin = (threadIdx.x & 31) * ITEMS;
+    float x[COUNT][ITEMS];
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j) row.load(x[j], part + i64(min(first + i + 8 * j, last - 1)) * row.experts, begin, 0.0f);
+#pragma unroll(COUNT == 1 ? 4 : 1)
+    for (int span = 1; span < row.spans; ++span) {
+        float more[COUNT][ITEMS];
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j)
+            row.load(more[j], part + span * row.apart + i64(min(first + i + 8 * j, last - 1)) * row.experts, begin, 0.0f);
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+            for (int n = 0; n < ITEMS; ++n) x[j][n] += more[j][n];
+    }
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j)
+        if (first + i + 8 * j < last) keep(kept + (i + 8 * j) * 32 * ITEMS, x[j]);
+}
+
+// The blocks that have parts of the same tile of tokens meet when all are written, and select for a share of its tokens each.
+// counters: two a tile, zeros before and after. All blocks of the grid are resident.
+__device__ __forceinline__ void select_share(float* kept, int* lists, const float* part, u32* counters, const Choice& choice, int tokens,
+                                             int experts) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, begin = lane * ITEMS;
+    const int sharers = gridDim.y * gridDim.z, share = (TOKENS + sharers - 1) / sharers, own = blockIdx.y + blockIdx.z * gridDim.y;
+    const int first = blockIdx.x * TOKENS + own * share, last = min(min(first + share, int(blockIdx.x + 1) * TOKENS), tokens);
+    const Row row(part, choice.bias, tokens, experts, gridDim.z);
+    __threadfence();
+    named_sync(1, 256);
+    if (threadIdx.x == 0) {
+        u32* counter = counters + 2 * blockIdx.x;
+        add_released(counter);
+        while (read_acquired(counter) < u32(sharers)) {}
+        if (atomicAdd(counter + 1, 1) == u32(sharers) - 1) counter[0] = 0, counter[1] = 0;
+    }
+    float offset[ITEMS], x[ITEMS];
+    row.load(offset, choice.bias, begin, NEG_INF);
+    named_sync(1, 256);
+    if (share >= 8) {
+#pragma unroll 1
+        for (int i = warp; first + i < last; i += 32) {
+            if (first + i + 8 < last)
+                row_sums<4>(row, kept, part, first, i, last);
+            else
+                row_sums<1>(row, kept, part, first, i, last);
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (int i = warp; first + i < last; i += 8) {
+            recall(x, kept + i * 32 * ITEMS);
+            choice.select(x, offset, kept + i * 32 * ITEMS, lists + warp * MOST, first + i);
+        }
+    } else {
+#pragma unroll 1
+        for (int token = first; token < last; ++token) {
+            row.load_sum(x, part + i64(token) * experts, begin, warp, 8);
+            keep(kept + warp * 32 * ITEMS, x);
+            named_sync(1, 256);
+            if (warp == 0) {
+#pragma unroll
+                for (int w = 1; w < 8; ++w) {
+                    float more[ITEMS];
+                    recall(more, kept + w * 32 * ITEMS);
+#pragma unroll
+                    for (int i = 0; i < ITEMS; ++i) x[i] += more[i];
+                }
+                keep(kept, x);
+                __syncwarp();
+                choice.select(x, offset, kept, lists, token);
+            }
+            named_sync(1, 256);
+        }
+    }
+}
+#endif
+
 // Grid (tiles of tokens, a multiple of CLUSTER; tiles of experts; spans of `span` steps of 64 columns, none empty).
 // part: float32 [spans, tokens, experts]; experts: a multiple of EXPERTS. Maps: boxes of 64 columns and TOKENS or EXPERTS / CLUSTER rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 router_product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, float* part, int tokens, int experts, int steps,
-               int span) {
+               int span
+#if FUSE
+               ,
+               Choice choice, u32* counters
+#endif
+) {
     extern __shared__ u8 memory[];
     __shared__ u64 barriers[2 * STAGES];
     const Ring ring{(shared_address(memory) + 1023) & ~1023u, shared_address(barriers), shared_address(barriers + STAGES)};
@@ -164,6 +263,10 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
         const int token = blockIdx.x * TOKENS + (TOKENS == 128 ? group * 64 : 0) + (warp & 3) * 16 + (lane >> 2);
         const int expert = blockIdx.y * EXPERTS + (TOKENS == 128 ? 0 : group * WIDTH);
         store_logits(part + (i64(blockIdx.z) * tokens + token) * experts + expert, acc, experts, tokens - token, lane);
+#if FUSE
+        __shared__ int lists[8 * MOST];
+        select_share(reinterpret_cast<float*>(memory + (ring.data - shared_address(memory))), lists, part, counters, choice, tokens, experts);
+#endif
     }
     if (CLUSTER > 1) {  // nothing is on its way to a block that has ended
         __syncwarp();
