@@ -36,9 +36,9 @@ _BLOCK_EXPERTS, _STEP, _CLUSTER, _MULTIPROCESSORS = 192, 64, 2, 132
 def _product_kernel(tokens: int, experts: int, cluster: int, stages: int, early: int, fuse: int = 0) -> NativeKernel:
     shared = stages * (tokens + experts) * 128 + 1024
     return NativeKernel(
-        "router_product.cu", "router_product", "128s128sPiiii" + "PPPifiP" * fuse, threads=288, shared=shared,
+        "router_product.cu", "router_product", "128s128sPiiii" + "PPPifiP" * bool(fuse), threads=288, shared=shared,
         defines=(f"TOKENS={tokens}", f"EXPERTS={experts}", f"CLUSTER={cluster}", f"STAGES={stages}", f"EARLY={early}",
-                 f"FUSE={fuse}", f"SHARED={shared}"),
+                 f"FUSE={int(fuse > 0)}", f"PAIR={fuse or 2}", f"SHARED={shared}"),
     )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG00
     return torch.zeros(2 * _MULTIPROCESSORS, dtype=torch.int32, device=device)
 
 
-def _fused(x, weight, bias, ids, gates, normalise, scale, tokens, wide, cluster, stages, early, spans) -> None:
+def _fused(x, weight, bias, ids, gates, normalise, scale, tokens, wide, cluster, stages, early, spans, pair=2) -> None:
     (t, d), experts = x.shape, weight.shape[0]
     tiles, steps = -(-t // (tokens * cluster)) * cluster, -(-d // _STEP)
     across = experts // wide
@@ -148,7 +148,7 @@ def _fused(x, weight, bias, ids, gates, normalise, scale, tokens, wide, cluster,
     part = torch.empty(-(-steps // span), t, experts, dtype=torch.float32, device=x.device)
     assert tiles * across * part.shape[0] <= _MULTIPROCESSORS
     counters = _counters(x.device, torch.cuda.current_stream(x.device).cuda_stream)
-    _product_kernel(tokens, wide, cluster, stages, early, 1)(
+    _product_kernel(tokens, wide, cluster, stages, early, pair)(
         (tiles, across, part.shape[0]), tensor_map(x, tokens), tensor_map(weight, wide // cluster),
         part.data_ptr(), t, experts, steps, span, bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), ids.shape[1], scale,
         int(normalise), counters.data_ptr(), device=x.device, cluster=cluster,

@@ -35,5 +35,6 @@ router_select(const float* logits, const float* bias, i64* ids, float* gates, in
         }
     }
     keep(kept[warp], x);
-    Choice{bias, ids, gates, k, scale, normalise}.select(x, offset, kept[warp], list[warp], token);
+    __syncwarp();
+    Choice{bias, ids, gates, k, scale, normalise}.select<1>(offset, kept[warp], list[warp], token, 1, tokens);
 }

@@ -128,44 +128,80 @@ struct Choice {
     float scale;
     int normalise;
 
-    // One warp: x and bias (`offset`) of a lane's experts; kept: all logits of the token; list: [MOST], the warp's own.
-    __device__ __forceinline__ void select(const float (&x)[ITEMS], const float (&offset)[ITEMS], const float* kept, int* list, i64 token) const {
+    // One warp, COUNT tokens at once. offset: bias of a lane's experts; kept: all logits of each token, [32 * ITEMS]; list: [COUNT][MOST],
+    // the warp's own; tokens from `token` on, `apart` apart, below `end` (the first is).
+    template <int COUNT>
+    __device__ __forceinline__ void select(const float (&offset)[ITEMS], const float* kept, int* list, int token, int apart, int end) const {
         const int lane = threadIdx.x & 31, begin = lane * ITEMS;
-        u32 key[ITEMS], best = 0;
+        u32 key[COUNT][ITEMS], best[COUNT];
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            key[i] = ordered(score(x[i]) + offset[i]);
-            best = max(best, key[i]);
+        for (int n = 0; n < COUNT; ++n) {
+            float x[ITEMS];
+            recall(x, kept + n * apart * 32 * ITEMS);
+            best[n] = 0;
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                key[n][i] = ordered(score(x[i]) + offset[i]);
+                best[n] = max(best[n], key[n][i]);
+            }
         }
-        best = __reduce_max_sync(~0u, best);
-        bool descends = true;
+        bool descends[COUNT];
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) best[n] = __reduce_max_sync(~0u, best[n]), descends[n] = true;
 #pragma unroll 1
         for (int round = 1; round < k; ++round) {
-            u32 next = 0;
+            u32 next[COUNT];
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i) next = max(next, key[i] - best);
-            next = best + __reduce_max_sync(~0u, next);
-            descends &= next < best;
-            best = next;
+            for (int n = 0; n < COUNT; ++n) {
+                next[n] = 0;
+#pragma unroll
+                for (int i = 0; i < ITEMS; ++i) next[n] = max(next[n], key[n][i] - best[n]);
+            }
+#pragma unroll
+            for (int n = 0; n < COUNT; ++n) {
+                const u32 below = best[n] + __reduce_max_sync(~0u, next[n]);
+                descends[n] &= below < best[n];
+                best[n] = below;
+            }
         }
-        u32 chosen = 0;
+        u32 chosen[COUNT], place[COUNT];
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) chosen |= u32(key[i] >= best) << i;
-        if (!descends || __reduce_add_sync(~0u, __popc(chosen)) != k) chosen = choose_with_ties(key, k);
-        for (u32 place = sum_before(__popc(chosen)); chosen; chosen &= chosen - 1) list[place++] = begin + __ffs(chosen) - 1;
+        for (int n = 0; n < COUNT; ++n) {
+            chosen[n] = 0;
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) chosen[n] |= u32(key[n][i] >= best[n]) << i;
+            if (!descends[n] || __reduce_add_sync(~0u, __popc(chosen[n])) != k) chosen[n] = choose_with_ties(key[n], k);
+        }
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) place[n] = sum_before(__popc(chosen[n]));
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n)
+            for (; chosen[n]; chosen[n] &= chosen[n] - 1) list[n * MOST + place[n]++] = begin + __ffs(chosen[n]) - 1;
         __syncwarp();
-        const int expert = lane < k ? list[lane] : 0;
-        float weight = lane < k ? score(kept[expert]) : 0.0f;
-        if (normalise) {
-            float sum = weight;
+        int expert[COUNT];
+        float weight[COUNT];
 #pragma unroll
-            for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-            asm("div.full.f32 %0, %1, %2;" : "=f"(weight) : "f"(weight), "f"(sum + 1e-20f));
+        for (int n = 0; n < COUNT; ++n) {
+            expert[n] = lane < k ? list[n * MOST + lane] : 0;
+            weight[n] = lane < k ? score(kept[n * apart * 32 * ITEMS + expert[n]]) : 0.0f;
         }
-        if (lane < k) {
-            ids[token * k + lane] = expert;
-            gates[token * k + lane] = weight * scale;
+        if (normalise) {
+            float sum[COUNT];
+#pragma unroll
+            for (int n = 0; n < COUNT; ++n) sum[n] = weight[n];
+#pragma unroll
+            for (int d = 16; d; d /= 2)
+#pragma unroll
+                for (int n = 0; n < COUNT; ++n) sum[n] += __shfl_xor_sync(~0u, sum[n], d);
+#pragma unroll
+            for (int n = 0; n < COUNT; ++n) asm("div.full.f32 %0, %1, %2;" : "=f"(weight[n]) : "f"(weight[n]), "f"(sum[n] + 1e-20f));
         }
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n)
+            if (lane < k && token + n * apart < end) {
+                ids[i64(token + n * apart) * k + lane] = expert[n];
+                gates[i64(token + n * apart) * k + lane] = weight[n] * scale;
+            }
         __syncwarp();
     }
 };

@@ -37,6 +37,10 @@ WGMMA_SHARED(wgmma_shared, 24, 48, 24, 25, 26, 0)
 WGMMA_SHARED(wgmma_shared, 48, 96, 48, 49, 50, 0)
 WGMMA_SHARED(wgmma_shared, 96, 192, 96, 97, 98, 0)
 
+#ifndef PAIR
+#define PAIR 2  // tokens that a warp selects for at once
+#endif
+
 struct alignas(64) TensorMap {
     u64 words[16];
 };
@@ -184,10 +188,8 @@ __device__ __forceinline__ void select_share(float* kept, int* lists, const floa
         }
         __syncwarp();
 #pragma unroll 1
-        for (int i = warp; first + i < last; i += 8) {
-            recall(x, kept + i * 32 * ITEMS);
-            choice.select(x, offset, kept + i * 32 * ITEMS, lists + warp * MOST, first + i);
-        }
+        for (int i = warp; first + i < last; i += 8 * PAIR)
+            choice.select<PAIR>(offset, kept + i * 32 * ITEMS, lists + warp * PAIR * MOST, first + i, 8, last);
     } else {
 #pragma unroll 1
         for (int token = first; token < last; ++token) {
@@ -204,7 +206,7 @@ __device__ __forceinline__ void select_share(float* kept, int* lists, const floa
                 }
                 keep(kept, x);
                 __syncwarp();
-                choice.select(x, offset, kept, lists, token);
+                choice.select<1>(offset, kept, lists, token, 1, last);
             }
             named_sync(1, 256);
         }
@@ -264,7 +266,7 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
         const int expert = blockIdx.y * EXPERTS + (TOKENS == 128 ? 0 : group * WIDTH);
         store_logits(part + (i64(blockIdx.z) * tokens + token) * experts + expert, acc, experts, tokens - token, lane);
 #if FUSE
-        __shared__ int lists[8 * MOST];
+        __shared__ int lists[8 * PAIR * MOST];
         select_share(reinterpret_cast<float*>(memory + (ring.data - shared_address(memory))), lists, part, counters, choice, tokens, experts);
 #endif
     }
