@@ -16,13 +16,22 @@ from .tensormaps import fits_map, tensor_map
 
 #: Tokens from which the library's matrix product is faster than the split one (H200: 21 us of 16 GFLOP at 4096).
 _LIBRARY_TOKENS = 512
+
+
 #: Selection on sm_90 of whole logits by experts of a lane: a warp a token, four a block, up to 32 experts chosen.
-_SELECT = {
-    (items, together): NativeKernel(
-        "router.cu", "router_select", "PPPPiiiifi", threads=128, defines=(f"ITEMS={items}", f"TOGETHER={together}")
+@functools.lru_cache(maxsize=16)
+def _select_kernel(items: int, together: int, carveout: int | None) -> NativeKernel:
+    return NativeKernel(
+        "router.cu",
+        "router_select",
+        "PPPPiiiifi",
+        threads=128,
+        defines=(f"ITEMS={items}", f"TOGETHER={together}"),
+        carveout=carveout,
     )
-    for items in (4, 8, 12, 16) for together in (1, 4)
-}  # fmt: skip
+
+
+_CARVEOUT: int | None = None
 _SELECT_WARPS, _SELECT_MOST, _SELECT_EXPERTS = 4, 32, 512
 #: Up to so many tokens the warps of a block sum the spans of one token together.
 _TOGETHER_TOKENS = 256
@@ -183,7 +192,7 @@ def _lane_experts(experts: int) -> int:
 def _select_sm90(part, bias, ids, gates, normalise: bool, scale: float) -> None:
     (spans, t, experts), k = part.shape, ids.shape[1]
     together = _SELECT_WARPS if spans > 1 and t <= _TOGETHER_TOKENS else 1
-    _SELECT[_lane_experts(experts), together](
+    _select_kernel(_lane_experts(experts), together, _CARVEOUT)(
         (-(-t * together // _SELECT_WARPS), 1, 1),
         part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, spans, k, scale, int(normalise),
         device=part.device,

@@ -7,9 +7,6 @@
 // distinct keys, one round each: of key - best, as an unsigned number, the largest is the next key below `best`. Where keys are
 // equal that may end early or choose too many: then the threshold is found bit by bit, by counting.
 
-#ifndef UNROLL
-#define UNROLL 4
-#endif
 constexpr int MOST = 32;  // experts of a token
 
 // sqrt(softplus): the logarithm of 1 + u, u in [0, 1], as a polynomial (relative error 2e-7).
@@ -77,39 +74,62 @@ struct Row {
         : experts(experts_), spans(spans_), apart(i64(tokens) * experts_),
           wide((experts_ & 3) == 0 && ((reinterpret_cast<u64>(logits) | reinterpret_cast<u64>(bias)) & 15) == 0) {}
 
+    // A lane's own experts, neighbours.
     __device__ __forceinline__ void load(float (&x)[ITEMS], const float* from, int begin, float missing) const {
         if (wide) {
 #pragma unroll
             for (int i = 0; i < ITEMS; i += 4) {
                 float4 four = make_float4(missing, missing, missing, missing);
-                if (begin + i < experts) four = __ldcg(reinterpret_cast<const float4*>(from + begin + i));
+                if (begin + i < experts) four = *reinterpret_cast<const float4*>(from + begin + i);
                 x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i) x[i] = begin + i < experts ? __ldcg(from + begin + i) : missing;
+            for (int i = 0; i < ITEMS; ++i) x[i] = begin + i < experts ? from[begin + i] : missing;
         }
     }
-    // The sum of every `apiece`-th span from `first` on.
-    __device__ __forceinline__ void load_sum(float (&x)[ITEMS], const float* from, int begin, int first, int apiece) const {
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) x[i] = 0.0f;
-        if (first < spans) load(x, from + first * apart, begin, 0.0f);
-#pragma unroll UNROLL
-        for (int span = first + apiece; span < spans; span += apiece) {
+    __device__ __forceinline__ void load_sum(float (&x)[ITEMS], const float* from, int begin) const {
+        load(x, from, begin, 0.0f);
+#pragma unroll 2
+        for (int span = 1; span < spans; ++span) {
             float more[ITEMS];
             load(more, from + span * apart, begin, 0.0f);
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) x[i] += more[i];
         }
     }
+    __device__ __forceinline__ float sum_at(const float* from) const {
+        float sum = *from;
+#pragma unroll 4
+        for (int span = 1; span < spans; ++span) sum += from[span * apart];
+        return sum;
+    }
+    // Pieces of four experts, a lane those of its number and of every 32nd after it; not from the first-level cache.
+    __device__ __forceinline__ void load_pieces(float4 (&x)[ITEMS / 4], const float* from) const {
+#pragma unroll
+        for (int j = 0; j < ITEMS / 4; ++j) {
+            const int at = 4 * ((threadIdx.x & 31) + 32 * j);
+            x[j] = make_float4(0, 0, 0, 0);
+            if (wide) {
+                if (at < experts) x[j] = __ldcg(reinterpret_cast<const float4*>(from + at));
+            } else {
+                if (at < experts) x[j].x = __ldcg(from + at);
+                if (at + 1 < experts) x[j].y = __ldcg(from + at + 1);
+                if (at + 2 < experts) x[j].z = __ldcg(from + at + 2);
+                if (at + 3 < experts) x[j].w = __ldcg(from + at + 3);
+            }
+        }
+    }
 };
 
-// A lane's logits to shared memory, [32 * ITEMS], and back.
-__device__ __forceinline__ void keep(float* kept, const float (&x)[ITEMS]) {
-    kept += (threadIdx.x & 31) * ITEMS;
+// Pieces to shared memory, [32 * ITEMS], and a lane's own experts from there.
+__device__ __forceinline__ void keep(float* kept, const float4 (&x)[ITEMS / 4]) {
 #pragma unroll
-    for (int i = 0; i < ITEMS; i += 4) *reinterpret_cast<float4*>(kept + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+    for (int j = 0; j < ITEMS / 4; ++j) reinterpret_cast<float4*>(kept)[(threadIdx.x & 31) + 32 * j] = x[j];
+}
+__device__ __forceinline__ void add_pieces(float4 (&x)[ITEMS / 4], const float4 (&more)[ITEMS / 4]) {
+#pragma unroll
+    for (int j = 0; j < ITEMS / 4; ++j) x[j].x += more[j].x, x[j].y += more[j].y, x[j].z += more[j].z, x[j].w += more[j].w;
 }
 __device__ __forceinline__ void recall(float (&x)[ITEMS], const float* kept) {
     kept += (threadIdx.x & 31) * ITEMS;
@@ -118,6 +138,33 @@ __device__ __forceinline__ void recall(float (&x)[ITEMS], const float* kept) {
         const float4 four = *reinterpret_cast<const float4*>(kept + i);
         x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
+}
+// One token by WARPS warps: each adds every WARPS-th span's pieces, then the first warp these sums. kept: [WARPS][32 * ITEMS].
+// What the first warp has put together lies in kept[0]. Every thread of them must come here.
+template <int WARPS, class Sync>
+__device__ __forceinline__ void sum_together(const Row& row, const float* from, float* kept, Sync sync) {
+    const int warp = threadIdx.x >> 5;
+    float4 x[ITEMS / 4];
+#pragma unroll
+    for (int j = 0; j < ITEMS / 4; ++j) x[j] = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int span = warp; span < row.spans; span += WARPS) {
+        float4 more[ITEMS / 4];
+        row.load_pieces(more, from + span * row.apart);
+        add_pieces(x, more);
+    }
+    if (warp) keep(kept + warp * 32 * ITEMS, x);
+    sync();
+    if (warp) return;
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) {
+        float4 more[ITEMS / 4];
+#pragma unroll
+        for (int j = 0; j < ITEMS / 4; ++j) more[j] = reinterpret_cast<const float4*>(kept + w * 32 * ITEMS)[(threadIdx.x & 31) + 32 * j];
+        add_pieces(x, more);
+    }
+    keep(kept, x);
+    __syncwarp();
 }
 
 struct Choice {
@@ -128,20 +175,19 @@ struct Choice {
     float scale;
     int normalise;
 
-    // One warp, COUNT tokens at once. offset: bias of a lane's experts; kept: all logits of each token, [32 * ITEMS]; list: [COUNT][MOST],
-    // the warp's own; tokens from `token` on, `apart` apart, below `end` (the first is).
-    template <int COUNT>
-    __device__ __forceinline__ void select(const float (&offset)[ITEMS], const float* kept, int* list, int token, int apart, int end) const {
+    // One warp, COUNT tokens at once: from `token` on, `apart` apart, below `end` (the first is). x, offset: logits and bias of a
+    // lane's experts; logit(n, expert): any; list: [COUNT][MOST], the warp's own.
+    template <int COUNT, class Logit>
+    __device__ __forceinline__ void select(const float (&x)[COUNT][ITEMS], const float (&offset)[ITEMS], Logit logit, int* list, int token,
+                                           int apart, int end) const {
         const int lane = threadIdx.x & 31, begin = lane * ITEMS;
         u32 key[COUNT][ITEMS], best[COUNT];
 #pragma unroll
         for (int n = 0; n < COUNT; ++n) {
-            float x[ITEMS];
-            recall(x, kept + n * apart * 32 * ITEMS);
             best[n] = 0;
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
-                key[n][i] = ordered(score(x[i]) + offset[i]);
+                key[n][i] = ordered(score(x[n][i]) + offset[i]);
                 best[n] = max(best[n], key[n][i]);
             }
         }
@@ -183,7 +229,7 @@ struct Choice {
 #pragma unroll
         for (int n = 0; n < COUNT; ++n) {
             expert[n] = lane < k ? list[n * MOST + lane] : 0;
-            weight[n] = lane < k ? score(kept[n * apart * 32 * ITEMS + expert[n]]) : 0.0f;
+            weight[n] = lane < k ? score(logit(n, expert[n])) : 0.0f;
         }
         if (normalise) {
             float sum[COUNT];

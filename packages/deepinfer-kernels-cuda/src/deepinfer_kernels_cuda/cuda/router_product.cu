@@ -139,20 +139,17 @@ __device__ __forceinline__ u32 read_acquired(const u32* counter) {
 // The logits of tokens first + i, first + i + 8, ... to shared memory: loads of all are on their way together.
 template <int COUNT>
 __device__ __forceinline__ void row_sums(const Row& row, float* kept, const float* part, int first, int i, int last) {
-    const int begin = (threadIdx.x & 31) * ITEMS;
-    float x[COUNT][ITEMS];
+    float4 x[COUNT][ITEMS / 4];
 #pragma unroll
-    for (int j = 0; j < COUNT; ++j) row.load(x[j], part + i64(min(first + i + 8 * j, last - 1)) * row.experts, begin, 0.0f);
+    for (int j = 0; j < COUNT; ++j) row.load_pieces(x[j], part + i64(min(first + i + 8 * j, last - 1)) * row.experts);
 #pragma unroll(COUNT == 1 ? 4 : 1)
     for (int span = 1; span < row.spans; ++span) {
-        float more[COUNT][ITEMS];
+        float4 more[COUNT][ITEMS / 4];
 #pragma unroll
         for (int j = 0; j < COUNT; ++j)
-            row.load(more[j], part + span * row.apart + i64(min(first + i + 8 * j, last - 1)) * row.experts, begin, 0.0f);
+            row.load_pieces(more[j], part + span * row.apart + i64(min(first + i + 8 * j, last - 1)) * row.experts);
 #pragma unroll
-        for (int j = 0; j < COUNT; ++j)
-#pragma unroll
-            for (int n = 0; n < ITEMS; ++n) x[j][n] += more[j][n];
+        for (int j = 0; j < COUNT; ++j) add_pieces(x[j], more[j]);
     }
 #pragma unroll
     for (int j = 0; j < COUNT; ++j)
@@ -175,8 +172,6 @@ __device__ __forceinline__ void select_share(float* kept, int* lists, const floa
         while (read_acquired(counter) < u32(sharers)) {}
         if (atomicAdd(counter + 1, 1) == u32(sharers) - 1) counter[0] = 0, counter[1] = 0;
     }
-    float offset[ITEMS], x[ITEMS];
-    row.load(offset, choice.bias, begin, NEG_INF);
     named_sync(1, 256);
     if (share >= 8) {
 #pragma unroll 1
@@ -186,27 +181,28 @@ __device__ __forceinline__ void select_share(float* kept, int* lists, const floa
             else
                 row_sums<1>(row, kept, part, first, i, last);
         }
+        float offset[ITEMS];
+        row.load(offset, choice.bias, begin, NEG_INF);
         __syncwarp();
 #pragma unroll 1
-        for (int i = warp; first + i < last; i += 8 * PAIR)
-            choice.select<PAIR>(offset, kept + i * 32 * ITEMS, lists + warp * PAIR * MOST, first + i, 8, last);
+        for (int i = warp; first + i < last; i += 8 * PAIR) {
+            const float* own = kept + i * 32 * ITEMS;
+            float x[PAIR][ITEMS];
+#pragma unroll
+            for (int n = 0; n < PAIR; ++n) recall(x[n], own + n * 8 * 32 * ITEMS);
+            choice.select<PAIR>(x, offset, [&](int n, int expert) { return own[n * 8 * 32 * ITEMS + expert]; }, lists + warp * PAIR * MOST,
+                                first + i, 8, last);
+        }
     } else {
+        float offset[ITEMS];
+        row.load(offset, choice.bias, begin, NEG_INF);
 #pragma unroll 1
         for (int token = first; token < last; ++token) {
-            row.load_sum(x, part + i64(token) * experts, begin, warp, 8);
-            keep(kept + warp * 32 * ITEMS, x);
-            named_sync(1, 256);
+            sum_together<8>(row, part + i64(token) * experts, kept, [] { named_sync(1, 256); });
             if (warp == 0) {
-#pragma unroll
-                for (int w = 1; w < 8; ++w) {
-                    float more[ITEMS];
-                    recall(more, kept + w * 32 * ITEMS);
-#pragma unroll
-                    for (int i = 0; i < ITEMS; ++i) x[i] += more[i];
-                }
-                keep(kept, x);
-                __syncwarp();
-                choice.select<1>(offset, kept, lists, token, 1, last);
+                float x[1][ITEMS];
+                recall(x[0], kept);
+                choice.select<1>(x, offset, [&](int, int expert) { return kept[expert]; }, lists, token, 1, last);
             }
             named_sync(1, 256);
         }
@@ -221,7 +217,7 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
                int span
 #if FUSE
                ,
-               Choice choice, u32* counters
+               const float* bias, i64* ids, float* gates, int k, float scale, int normalise, u32* counters
 #endif
 ) {
     extern __shared__ u8 memory[];
@@ -267,7 +263,8 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
         store_logits(part + (i64(blockIdx.z) * tokens + token) * experts + expert, acc, experts, tokens - token, lane);
 #if FUSE
         __shared__ int lists[8 * PAIR * MOST];
-        select_share(reinterpret_cast<float*>(memory + (ring.data - shared_address(memory))), lists, part, counters, choice, tokens, experts);
+        select_share(reinterpret_cast<float*>(memory + (ring.data - shared_address(memory))), lists, part, counters,
+                     Choice{bias, ids, gates, k, scale, normalise}, tokens, experts);
 #endif
     }
     if (CLUSTER > 1) {  // nothing is on its way to a block that has ended
