@@ -52,6 +52,7 @@ constexpr u32 X_BYTES = TOKENS * 128, W_BYTES = EXPERTS * 128, STAGE = X_BYTES +
 static_assert(SHARED == STAGES * STAGE + 1024, "shared memory that is asked for");
 #endif
 
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 __device__ __forceinline__ void load_tile(u32 target, const TensorMap& map, int column, int row, u32 bar) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(target),
                  "l"(&map), "r"(column), "r"(row), "r"(bar)
@@ -226,6 +227,9 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = warp >> 2;
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int step = blockIdx.z * span, count = min(span, steps - step);
+#if EARLY
+    if (threadIdx.x == 256) prefetch_map(x), prefetch_map(w);
+#endif
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(ring.filled(i), 1), barrier_init(ring.freed(i), 8 * CLUSTER);
         fence_barriers();
