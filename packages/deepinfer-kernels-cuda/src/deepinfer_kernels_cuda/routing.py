@@ -47,7 +47,7 @@ def _product_kernel(tokens: int, experts: int, cluster: int, stages: int, early:
     return NativeKernel(
         "router_product.cu", "router_product", "128s128sPiiii" + "PPPifiP" * bool(fuse), threads=288, shared=shared,
         defines=(f"TOKENS={tokens}", f"EXPERTS={experts}", f"CLUSTER={cluster}", f"STAGES={stages}", f"EARLY={early}",
-                 f"FUSE={int(fuse > 0)}", f"PAIR={fuse or 2}", f"SHARED={shared}"),
+                 f"FUSE={2 if fuse == 9 else int(fuse > 0)}", f"PAIR={1 if fuse == 9 else fuse or 2}", f"SHARED={shared}"),
     )  # fmt: skip
 
 
@@ -149,6 +149,11 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG00
     return torch.zeros(2 * _MULTIPROCESSORS, dtype=torch.int32, device=device)
 
 
+@functools.lru_cache(maxsize=64)
+def _mail(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
+    return torch.full((16 * 64 * 384,), -8531, dtype=torch.int32, device=device).view(torch.float32)
+
+
 def _fused(x, weight, bias, ids, gates, normalise, scale, tokens, wide, cluster, stages, early, spans, pair=2) -> None:
     (t, d), experts = x.shape, weight.shape[0]
     tiles, steps = -(-t // (tokens * cluster)) * cluster, -(-d // _STEP)
@@ -156,6 +161,8 @@ def _fused(x, weight, bias, ids, gates, normalise, scale, tokens, wide, cluster,
     span = -(-steps // spans)
     part = torch.empty(-(-steps // span), t, experts, dtype=torch.float32, device=x.device)
     assert tiles * across * part.shape[0] <= _MULTIPROCESSORS
+    if pair == 9:
+        part = _mail(x.device, torch.cuda.current_stream(x.device).cuda_stream)[: part.numel()].view(part.shape)
     counters = _counters(x.device, torch.cuda.current_stream(x.device).cuda_stream)
     _product_kernel(tokens, wide, cluster, stages, early, pair)(
         (tiles, across, part.shape[0]), tensor_map(x, tokens), tensor_map(weight, wide // cluster),

@@ -157,6 +157,64 @@ __device__ __forceinline__ void row_sums(const Row& row, float* kept, const floa
         if (first + i + 8 * j < last) keep(kept + (i + 8 * j) * 32 * ITEMS, x[j]);
 }
 
+#if FUSE == 2
+constexpr u32 EMPTY = 0xffffdeadu;  // no sum of products: those have NaN as 0x7fffffff
+__device__ __forceinline__ uint4 read_words(const float* from) {
+    uint4 d;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(from) : "memory");
+    return d;
+}
+
+// As sum_together, of parts that other blocks may be about to write: a word is there when it is not EMPTY, and is EMPTY again behind
+// this. At most 16 spans.
+__device__ __forceinline__ void collect(const Row& row, float* from, float* kept) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    uint4 words[2][ITEMS / 4];
+    bool missing;
+    do {
+        missing = false;
+#pragma unroll
+        for (int s = 0; s < 2; ++s)
+#pragma unroll
+            for (int j = 0; j < ITEMS / 4; ++j) {
+                words[s][j] = make_uint4(0, 0, 0, 0);
+                if (warp + 8 * s < row.spans && 4 * (lane + 32 * j) < row.experts)
+                    words[s][j] = read_words(from + (warp + 8 * s) * row.apart + 4 * (lane + 32 * j));
+            }
+#pragma unroll
+        for (int s = 0; s < 2; ++s)
+#pragma unroll
+            for (int j = 0; j < ITEMS / 4; ++j)
+                missing |= words[s][j].x == EMPTY || words[s][j].y == EMPTY || words[s][j].z == EMPTY || words[s][j].w == EMPTY;
+    } while (__any_sync(~0u, missing));
+    float4 x[ITEMS / 4];
+#pragma unroll
+    for (int j = 0; j < ITEMS / 4; ++j) {
+        const uint4 a = words[0][j], b = words[1][j];
+        x[j] = make_float4(__uint_as_float(a.x) + __uint_as_float(b.x), __uint_as_float(a.y) + __uint_as_float(b.y),
+                           __uint_as_float(a.z) + __uint_as_float(b.z), __uint_as_float(a.w) + __uint_as_float(b.w));
+    }
+    keep(kept + warp * 32 * ITEMS, x);
+    named_sync(1, 256);
+#pragma unroll
+    for (int s = 0; s < 2; ++s)
+#pragma unroll
+        for (int j = 0; j < ITEMS / 4; ++j)
+            if (warp + 8 * s < row.spans && 4 * (lane + 32 * j) < row.experts)
+                *reinterpret_cast<uint4*>(from + (warp + 8 * s) * row.apart + 4 * (lane + 32 * j)) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+    if (warp) return;
+#pragma unroll
+    for (int w = 1; w < 8; ++w) {
+        float4 more[ITEMS / 4];
+#pragma unroll
+        for (int j = 0; j < ITEMS / 4; ++j) more[j] = reinterpret_cast<const float4*>(kept + w * 32 * ITEMS)[lane + 32 * j];
+        add_pieces(x, more);
+    }
+    keep(kept, x);
+    __syncwarp();
+}
+#endif
+
 // The blocks that have parts of the same tile of tokens meet when all are written, and select for a share of its tokens each.
 // counters: two a tile, zeros before and after. All blocks of the grid are resident.
 __device__ __forceinline__ void select_share(float* kept, int* lists, const float* part, u32* counters, const Choice& choice, int tokens,
@@ -165,16 +223,22 @@ __device__ __forceinline__ void select_share(float* kept, int* lists, const floa
     const int sharers = gridDim.y * gridDim.z, share = (TOKENS + sharers - 1) / sharers, own = blockIdx.y + blockIdx.z * gridDim.y;
     const int first = blockIdx.x * TOKENS + own * share, last = min(min(first + share, int(blockIdx.x + 1) * TOKENS), tokens);
     const Row row(part, choice.bias, tokens, experts, gridDim.z);
+#if FUSE == 1
     __threadfence();
+#endif
     named_sync(1, 256);
+#if FUSE == 1
     if (threadIdx.x == 0) {
         u32* counter = counters + 2 * blockIdx.x;
         add_released(counter);
         while (read_acquired(counter) < u32(sharers)) {}
         if (atomicAdd(counter + 1, 1) == u32(sharers) - 1) counter[0] = 0, counter[1] = 0;
     }
+#endif
+#if FUSE == 1
     named_sync(1, 256);
-    if (share >= 8) {
+#endif
+    if (FUSE == 1 && share >= 8) {
 #pragma unroll 1
         for (int i = warp; first + i < last; i += 32) {
             if (first + i + 8 < last)
@@ -199,7 +263,11 @@ __device__ __forceinline__ void select_share(float* kept, int* lists, const floa
         row.load(offset, choice.bias, begin, NEG_INF);
 #pragma unroll 1
         for (int token = first; token < last; ++token) {
+#if FUSE == 2
+            collect(row, const_cast<float*>(part) + i64(token) * experts, kept);
+#else
             sum_together<8>(row, part + i64(token) * experts, kept, [] { named_sync(1, 256); });
+#endif
             if (warp == 0) {
                 float x[1][ITEMS];
                 recall(x[0], kept);
