@@ -20,18 +20,14 @@ _LIBRARY_TOKENS = 512
 
 #: Selection on sm_90 of whole logits by experts of a lane: a warp a token, four a block, up to 32 experts chosen.
 @functools.lru_cache(maxsize=16)
-def _select_kernel(items: int, together: int, carveout: int | None) -> NativeKernel:
+def _select_kernel(items: int, together: int, pieces: int) -> NativeKernel:
     return NativeKernel(
-        "router.cu",
-        "router_select",
-        "PPPPiiiifi",
-        threads=128,
-        defines=(f"ITEMS={items}", f"TOGETHER={together}"),
-        carveout=carveout,
-    )
+        "router.cu", "router_select", "PPPPiiiifi", threads=128,
+        defines=(f"ITEMS={items}", f"TOGETHER={together}", f"PIECES={pieces}"),
+    )  # fmt: skip
 
 
-_CARVEOUT: int | None = None
+_PIECES = 0
 _SELECT_WARPS, _SELECT_MOST, _SELECT_EXPERTS = 4, 32, 512
 #: Up to so many tokens the warps of a block sum the spans of one token together.
 _TOGETHER_TOKENS = 256
@@ -151,7 +147,7 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG00
 
 @functools.lru_cache(maxsize=64)
 def _mail(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
-    return torch.full((16 * 64 * 384,), -8531, dtype=torch.int32, device=device).view(torch.float32)
+    return torch.full((132 * 64 * 96,), -8531, dtype=torch.int32, device=device).view(torch.float32)
 
 
 def _fused(x, weight, bias, ids, gates, normalise, scale, tokens, wide, cluster, stages, early, spans, pair=2) -> None:
@@ -199,7 +195,7 @@ def _lane_experts(experts: int) -> int:
 def _select_sm90(part, bias, ids, gates, normalise: bool, scale: float) -> None:
     (spans, t, experts), k = part.shape, ids.shape[1]
     together = _SELECT_WARPS if spans > 1 and t <= _TOGETHER_TOKENS else 1
-    _select_kernel(_lane_experts(experts), together, _CARVEOUT)(
+    _select_kernel(_lane_experts(experts), together, _PIECES)(
         (-(-t * together // _SELECT_WARPS), 1, 1),
         part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, spans, k, scale, int(normalise),
         device=part.device,

@@ -28,6 +28,12 @@ router_select(const float* logits, const float* bias, i64* ids, float* gates, in
     if (warp) return;
     recall(x[0], kept);
     choice.select<1>(x, offset, [&](int, int expert) { return kept[expert]; }, list[warp], token, 1, tokens);
+#elif PIECES
+    __shared__ __align__(16) float all[WARPS][32 * ITEMS];
+    float* const kept = all[warp];
+    sum_alone(row, own, kept);
+    recall(x[0], kept);
+    choice.select<1>(x, offset, [&](int, int expert) { return kept[expert]; }, list[warp], token, 1, tokens);
 #else
     row.load_sum(x[0], own, begin);
     choice.select<1>(x, offset, [&](int, int expert) { return row.sum_at(own + expert); }, list[warp], token, 1, tokens);

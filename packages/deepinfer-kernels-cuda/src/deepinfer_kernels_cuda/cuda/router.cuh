@@ -7,6 +7,7 @@
 // distinct keys, one round each: of key - best, as an unsigned number, the largest is the next key below `best`. Where keys are
 // equal that may end early or choose too many: then the threshold is found bit by bit, by counting.
 
+constexpr int BATCH = 2;  // spans on their way at once
 constexpr int MOST = 32;  // experts of a token
 
 // sqrt(softplus): the logarithm of 1 + u, u in [0, 1], as a polynomial (relative error 2e-7).
@@ -88,14 +89,22 @@ struct Row {
             for (int i = 0; i < ITEMS; ++i) x[i] = begin + i < experts ? from[begin + i] : missing;
         }
     }
+    // The sum of all spans: some are on their way at once.
     __device__ __forceinline__ void load_sum(float (&x)[ITEMS], const float* from, int begin) const {
-        load(x, from, begin, 0.0f);
-#pragma unroll 2
-        for (int span = 1; span < spans; ++span) {
-            float more[ITEMS];
-            load(more, from + span * apart, begin, 0.0f);
+#pragma unroll 1
+        for (int span = 0; span < spans; span += BATCH) {
+            float part[BATCH][ITEMS];
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i) x[i] += more[i];
+            for (int s = 0; s < BATCH; ++s) {
+#pragma unroll
+                for (int i = 0; i < ITEMS; ++i) part[s][i] = 0.0f;
+                if (s == 0 || span + s < spans) load(part[s], from + (span + s) * apart, begin, 0.0f);
+            }
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                const float sum = part[0][i] + part[1][i];
+                x[i] = span ? x[i] + sum : sum;
+            }
         }
     }
     __device__ __forceinline__ float sum_at(const float* from) const {
@@ -162,6 +171,27 @@ __device__ __forceinline__ void sum_together(const Row& row, const float* from, 
 #pragma unroll
         for (int j = 0; j < ITEMS / 4; ++j) more[j] = reinterpret_cast<const float4*>(kept + w * 32 * ITEMS)[(threadIdx.x & 31) + 32 * j];
         add_pieces(x, more);
+    }
+    keep(kept, x);
+    __syncwarp();
+}
+
+// Likewise by one warp: some spans are on their way at once.
+__device__ __forceinline__ void sum_alone(const Row& row, const float* from, float* kept) {
+    float4 x[ITEMS / 4];
+#pragma unroll
+    for (int j = 0; j < ITEMS / 4; ++j) x[j] = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int span = 0; span < row.spans; span += BATCH) {
+        float4 part[BATCH][ITEMS / 4];
+#pragma unroll
+        for (int s = 0; s < BATCH; ++s) {
+#pragma unroll
+            for (int j = 0; j < ITEMS / 4; ++j) part[s][j] = make_float4(0, 0, 0, 0);
+            if (s == 0 || span + s < row.spans) row.load_pieces(part[s], from + (span + s) * row.apart);
+        }
+#pragma unroll
+        for (int s = 0; s < BATCH; ++s) add_pieces(x, part[s]);
     }
     keep(kept, x);
     __syncwarp();

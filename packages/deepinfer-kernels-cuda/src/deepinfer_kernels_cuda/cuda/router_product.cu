@@ -66,10 +66,6 @@ __device__ __forceinline__ void load_tile_for_all(u32 target, const TensorMap& m
         "l"(&map), "r"(column), "r"(row), "r"(bar), "h"(u16((1 << CLUSTER) - 1))
         : "memory");
 }
-__device__ __forceinline__ void arrive_at(u32 bar, u32 rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(peer_address(bar, rank)) : "memory");
-}
-
 struct Ring {
     u32 data, full, empty;  // shared addresses
     __device__ __forceinline__ u32 x(int i) const { return data + i % STAGES * STAGE; }
@@ -102,7 +98,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Tiles& tiles, in
     for (int i = 0; i < first; ++i) tiles.tokens(ring, i);
 #pragma unroll 1
     for (int i = STAGES; i < count; ++i) {
-        barrier_wait_cluster(ring.freed(i), Ring::turn(i) ^ 1);
+        barrier_wait(ring.freed(i), Ring::turn(i) ^ 1);
         tiles.weights(ring, i, rank);
         tiles.tokens(ring, i);
     }
@@ -143,7 +139,7 @@ __device__ __forceinline__ void row_sums(const Row& row, float* kept, const floa
     float4 x[COUNT][ITEMS / 4];
 #pragma unroll
     for (int j = 0; j < COUNT; ++j) row.load_pieces(x[j], part + i64(min(first + i + 8 * j, last - 1)) * row.experts);
-#pragma unroll(COUNT == 1 ? 4 : 1)
+#pragma unroll(COUNT == 1 ? 7 : 1)
     for (int span = 1; span < row.spans; ++span) {
         float4 more[COUNT][ITEMS / 4];
 #pragma unroll
@@ -303,7 +299,7 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
         fence_barriers();
     }
     if (CLUSTER > 1)
-        cluster_sync();
+        cluster_arrive(), cluster_wait();
     else
         __syncthreads();
 #if EARLY
@@ -324,9 +320,11 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
             for (int c = 0; c < 4; ++c) wgmma_shared(acc, operand_at(a, 2 * c), operand_at(b, 2 * c), i + c);
             wgmma_commit();
             wgmma_wait<1>();  // the step before is complete: its tiles may be overwritten, here and by the other block
-            if (i > 0 && lane < CLUSTER) arrive_at(ring.freed(i - 1), lane);
+            // An arrival that orders more than itself is a fence, which waits for the copies. Each is waited for: no block ends before.
+            if (i > 0 && i - 1 + STAGES < count && lane < CLUSTER) peer_arrive(peer_address(ring.freed(i - 1), lane));
         }
         wgmma_wait<0>();
+        if (CLUSTER > 1) cluster_arrive();
 #if !EARLY
         asm volatile("griddepcontrol.launch_dependents;");
 #endif
@@ -339,8 +337,9 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
                      Choice{bias, ids, gates, k, scale, normalise}, tokens, experts);
 #endif
     }
-    if (CLUSTER > 1) {  // nothing is on its way to a block that has ended
+    if (CLUSTER > 1) {
         __syncwarp();
-        cluster_sync();
+        if (warp == 8) cluster_arrive();
+        cluster_wait();
     }
 }
