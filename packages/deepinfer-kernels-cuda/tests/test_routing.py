@@ -7,17 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-@given(tiles=st.integers(1, 600), steps=st.integers(1, 200))
-def test_no_span_is_empty_and_one_wave_stays_one(tiles: int, steps: int) -> None:
-    spans = routing._spans(tiles, steps)
-    each = -(-steps // spans)
-    assert each * (spans - 1) < steps <= each * spans
-    if tiles <= routing._MULTIPROCESSORS:
-        assert tiles * spans <= 2 * routing._MULTIPROCESSORS, "a third wave never pays"
-
-
-def test_few_tiles_fill_the_multiprocessors() -> None:
-    """V4.1's 5120 columns in 80 steps: 1,024 tokens are 16 tiles of 128 tokens and 192 experts, 4,096 are 64."""
-    assert routing._spans(16, 80) == 8
-    assert routing._spans(64, 80) == 2
-    assert routing._spans(256, 80) == 1
+@given(t=st.integers(1, routing._TWO_LAUNCHES), d=st.integers(1, 16384))
+def test_spans_cover_the_columns_and_all_blocks_fit(t: int, d: int) -> None:
+    tiles, spans, steps, span = routing._cut(t, d)
+    assert span * (spans - 1) < steps <= span * spans, "no span is empty"
+    assert (steps - 1) * 64 < d <= steps * 64
+    assert (tiles - 1) * 64 < t <= tiles * 64
+    assert tiles * 4 * spans <= 132, "blocks that wait for each other are on the card at once"
+    if t <= routing._ONE_LAUNCH:
+        assert spans * t * 384 <= 16 * 128 * 384, "the parts fit into the mail"
+        assert spans <= 16, "two spans for each of eight warps"

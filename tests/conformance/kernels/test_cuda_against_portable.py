@@ -258,6 +258,8 @@ def test_indexer_scales(low, high, dtype) -> None:
         if INTERPRET
         else [
             (300, 384, 5120, 6),
+            (100, 384, 1032, 8),
+            (200, 384, 5120, 6),
             (64, 384, 5120, 6),
             (601, 384, 5120, 6),
             (1100, 384, 5120, 6),
@@ -293,7 +295,7 @@ def test_router(t, experts, d, k, dtype) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="CUDA C++")
-@pytest.mark.parametrize("t", [3, 64, 700, 1024])
+@pytest.mark.parametrize("t", [1, 3, 64, 200, 700])
 @pytest.mark.parametrize("distance", [5120, 6400, 5121])
 def test_router_reads_rows_wherever_they_lie(t, distance) -> None:
     """Rows of a wider matrix, at distances that bulk copies take and that they do not; the same choice each time."""

@@ -134,16 +134,12 @@ class NativeKernel:
         threads: Threads a block.
         shared: Bytes of dynamic shared memory.
         defines: Macros of the source, `NAME=VALUE`.
-        carveout: Percent of a multiprocessor's memory that are to be shared memory; where kernels differ in it, one does not
-            begin beside the other. The driver's choice if None.
     """
 
     def __init__(
-        self, source: str, entry: str, arguments: str, *, threads: int, shared: int = 0, defines: tuple[str, ...] = (),
-        carveout: int | None = None,
-    ) -> None:  # fmt: skip
+        self, source: str, entry: str, arguments: str, *, threads: int, shared: int = 0, defines: tuple[str, ...] = ()
+    ) -> None:
         self.source, self.entry, self.threads, self.shared, self.defines = source, entry, threads, shared, defines
-        self.carveout = carveout
         self._layout = struct.Struct("@" + arguments)
         letters = re.findall(r"\d*[a-zA-Z]", arguments)
         ends = [struct.calcsize("@" + "".join(letters[:i]) + "0" + each[-1]) for i, each in enumerate(letters)]
@@ -161,8 +157,6 @@ class NativeKernel:
                 _check_driver(driver.cuFuncSetAttribute(function, 8, self.shared), f"{self.entry}: shared memory")
             # Clusters of more than 8 blocks are allowed where asked for.
             _check_driver(driver.cuFuncSetAttribute(function, 14, 1), f"{self.entry}: cluster size")
-            if self.carveout is not None:
-                _check_driver(driver.cuFuncSetAttribute(function, 9, self.carveout), f"{self.entry}: carveout")
             self._functions[device] = function
         return self._functions[device]
 

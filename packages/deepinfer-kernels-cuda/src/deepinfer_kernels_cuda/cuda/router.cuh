@@ -1,13 +1,10 @@
 #pragma once
-// To be included behind hopper.cuh. A router's selection: top k of sqrt(softplus(logit)) + bias (lowest expert on ties), ids ascending, their weights.
-//
-// Logits may be cut into spans, of which each has a part: they are added in order.
+// Behind hopper.cuh. A router's selection: top k of sqrt(softplus(logit)) + bias (lowest expert on ties), ids ascending, their weights.
 //
 // A warp selects for one token; a lane owns ITEMS neighbouring experts. The k-th largest key is found by walking down the
 // distinct keys, one round each: of key - best, as an unsigned number, the largest is the next key below `best`. Where keys are
 // equal that may end early or choose too many: then the threshold is found bit by bit, by counting.
 
-constexpr int BATCH = 2;  // spans on their way at once
 constexpr int MOST = 32;  // experts of a token
 
 // sqrt(softplus): the logarithm of 1 + u, u in [0, 1], as a polynomial (relative error 2e-7).
@@ -67,15 +64,12 @@ __device__ __forceinline__ u32 choose_with_ties(const u32 (&key)[ITEMS], u32 k) 
 }
 
 struct Row {
-    int experts, spans;
-    i64 apart;  // from a span's part to the next
+    int experts;
     bool wide;  // whole vectors of four
 
-    __device__ __forceinline__ Row(const float* logits, const float* bias, int tokens, int experts_, int spans_)
-        : experts(experts_), spans(spans_), apart(i64(tokens) * experts_),
-          wide((experts_ & 3) == 0 && ((reinterpret_cast<u64>(logits) | reinterpret_cast<u64>(bias)) & 15) == 0) {}
+    __device__ __forceinline__ Row(const float* logits, const float* bias, int experts_)
+        : experts(experts_), wide((experts_ & 3) == 0 && ((reinterpret_cast<u64>(logits) | reinterpret_cast<u64>(bias)) & 15) == 0) {}
 
-    // A lane's own experts, neighbours.
     __device__ __forceinline__ void load(float (&x)[ITEMS], const float* from, int begin, float missing) const {
         if (wide) {
 #pragma unroll
@@ -89,56 +83,20 @@ struct Row {
             for (int i = 0; i < ITEMS; ++i) x[i] = begin + i < experts ? from[begin + i] : missing;
         }
     }
-    // The sum of all spans: some are on their way at once.
-    __device__ __forceinline__ void load_sum(float (&x)[ITEMS], const float* from, int begin) const {
-#pragma unroll 1
-        for (int span = 0; span < spans; span += BATCH) {
-            float part[BATCH][ITEMS];
-#pragma unroll
-            for (int s = 0; s < BATCH; ++s) {
-#pragma unroll
-                for (int i = 0; i < ITEMS; ++i) part[s][i] = 0.0f;
-                if (s == 0 || span + s < spans) load(part[s], from + (span + s) * apart, begin, 0.0f);
-            }
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                const float sum = part[0][i] + part[1][i];
-                x[i] = span ? x[i] + sum : sum;
-            }
-        }
-    }
-    __device__ __forceinline__ float sum_at(const float* from) const {
-        float sum = *from;
-#pragma unroll 4
-        for (int span = 1; span < spans; ++span) sum += from[span * apart];
-        return sum;
-    }
-    // Pieces of four experts, a lane those of its number and of every 32nd after it; not from the first-level cache.
-    __device__ __forceinline__ void load_pieces(float4 (&x)[ITEMS / 4], const float* from) const {
-#pragma unroll
-        for (int j = 0; j < ITEMS / 4; ++j) {
-            const int at = 4 * ((threadIdx.x & 31) + 32 * j);
-            x[j] = make_float4(0, 0, 0, 0);
-            if (wide) {
-                if (at < experts) x[j] = __ldcg(reinterpret_cast<const float4*>(from + at));
-            } else {
-                if (at < experts) x[j].x = __ldcg(from + at);
-                if (at + 1 < experts) x[j].y = __ldcg(from + at + 1);
-                if (at + 2 < experts) x[j].z = __ldcg(from + at + 2);
-                if (at + 3 < experts) x[j].w = __ldcg(from + at + 3);
-            }
-        }
-    }
 };
 
+// Pieces of four experts (aligned; experts a multiple of four), a lane those of its number and of every 32nd after it.
+__device__ __forceinline__ void load_pieces(float4 (&x)[ITEMS / 4], const float* from, int experts) {
+#pragma unroll
+    for (int j = 0; j < ITEMS / 4; ++j) {
+        const int at = 4 * ((threadIdx.x & 31) + 32 * j);
+        x[j] = at < experts ? __ldcg(reinterpret_cast<const float4*>(from + at)) : make_float4(0, 0, 0, 0);
+    }
+}
 // Pieces to shared memory, [32 * ITEMS], and a lane's own experts from there.
 __device__ __forceinline__ void keep(float* kept, const float4 (&x)[ITEMS / 4]) {
 #pragma unroll
     for (int j = 0; j < ITEMS / 4; ++j) reinterpret_cast<float4*>(kept)[(threadIdx.x & 31) + 32 * j] = x[j];
-}
-__device__ __forceinline__ void add_pieces(float4 (&x)[ITEMS / 4], const float4 (&more)[ITEMS / 4]) {
-#pragma unroll
-    for (int j = 0; j < ITEMS / 4; ++j) x[j].x += more[j].x, x[j].y += more[j].y, x[j].z += more[j].z, x[j].w += more[j].w;
 }
 __device__ __forceinline__ void recall(float (&x)[ITEMS], const float* kept) {
     kept += (threadIdx.x & 31) * ITEMS;
@@ -148,50 +106,19 @@ __device__ __forceinline__ void recall(float (&x)[ITEMS], const float* kept) {
         x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
 }
-// One token by WARPS warps: each adds every WARPS-th span's pieces, then the first warp these sums. kept: [WARPS][32 * ITEMS].
-// What the first warp has put together lies in kept[0]. Every thread of them must come here.
-template <int WARPS, class Sync>
-__device__ __forceinline__ void sum_together(const Row& row, const float* from, float* kept, Sync sync) {
-    const int warp = threadIdx.x >> 5;
-    float4 x[ITEMS / 4];
+__device__ __forceinline__ void add_pieces(float4 (&x)[ITEMS / 4], const float4 (&more)[ITEMS / 4]) {
 #pragma unroll
-    for (int j = 0; j < ITEMS / 4; ++j) x[j] = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-    for (int span = warp; span < row.spans; span += WARPS) {
-        float4 more[ITEMS / 4];
-        row.load_pieces(more, from + span * row.apart);
-        add_pieces(x, more);
-    }
-    if (warp) keep(kept + warp * 32 * ITEMS, x);
-    sync();
-    if (warp) return;
+    for (int j = 0; j < ITEMS / 4; ++j) x[j].x += more[j].x, x[j].y += more[j].y, x[j].z += more[j].z, x[j].w += more[j].w;
+}
+// What COUNT warps have kept, [COUNT][32 * ITEMS], added by the first, which has x, and kept there.
+template <int COUNT>
+__device__ __forceinline__ void add_kept(float4 (&x)[ITEMS / 4], float* kept) {
 #pragma unroll
-    for (int w = 1; w < WARPS; ++w) {
+    for (int w = 1; w < COUNT; ++w) {
         float4 more[ITEMS / 4];
 #pragma unroll
         for (int j = 0; j < ITEMS / 4; ++j) more[j] = reinterpret_cast<const float4*>(kept + w * 32 * ITEMS)[(threadIdx.x & 31) + 32 * j];
         add_pieces(x, more);
-    }
-    keep(kept, x);
-    __syncwarp();
-}
-
-// Likewise by one warp: some spans are on their way at once.
-__device__ __forceinline__ void sum_alone(const Row& row, const float* from, float* kept) {
-    float4 x[ITEMS / 4];
-#pragma unroll
-    for (int j = 0; j < ITEMS / 4; ++j) x[j] = make_float4(0, 0, 0, 0);
-#pragma unroll 1
-    for (int span = 0; span < row.spans; span += BATCH) {
-        float4 part[BATCH][ITEMS / 4];
-#pragma unroll
-        for (int s = 0; s < BATCH; ++s) {
-#pragma unroll
-            for (int j = 0; j < ITEMS / 4; ++j) part[s][j] = make_float4(0, 0, 0, 0);
-            if (s == 0 || span + s < row.spans) row.load_pieces(part[s], from + (span + s) * row.apart);
-        }
-#pragma unroll
-        for (int s = 0; s < BATCH; ++s) add_pieces(x, part[s]);
     }
     keep(kept, x);
     __syncwarp();
@@ -205,79 +132,43 @@ struct Choice {
     float scale;
     int normalise;
 
-    // One warp, COUNT tokens at once: from `token` on, `apart` apart, below `end` (the first is). x, offset: logits and bias of a
-    // lane's experts; logit(n, expert): any; list: [COUNT][MOST], the warp's own.
-    template <int COUNT, class Logit>
-    __device__ __forceinline__ void select(const float (&x)[COUNT][ITEMS], const float (&offset)[ITEMS], Logit logit, int* list, int token,
-                                           int apart, int end) const {
+    // One warp. x, offset: logits and bias of a lane's experts; logits: the token's, of all experts; list: [MOST], the warp's own.
+    __device__ __forceinline__ void select(const float (&x)[ITEMS], const float (&offset)[ITEMS], const float* logits, int* list, int token) const {
         const int lane = threadIdx.x & 31, begin = lane * ITEMS;
-        u32 key[COUNT][ITEMS], best[COUNT];
+        u32 key[ITEMS], best = 0;
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) {
-            best[n] = 0;
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                key[n][i] = ordered(score(x[n][i]) + offset[i]);
-                best[n] = max(best[n], key[n][i]);
-            }
+        for (int i = 0; i < ITEMS; ++i) {
+            key[i] = ordered(score(x[i]) + offset[i]);
+            best = max(best, key[i]);
         }
-        bool descends[COUNT];
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n) best[n] = __reduce_max_sync(~0u, best[n]), descends[n] = true;
+        best = __reduce_max_sync(~0u, best);
+        bool descends = true;
 #pragma unroll 1
         for (int round = 1; round < k; ++round) {
-            u32 next[COUNT];
+            u32 next = 0;
 #pragma unroll
-            for (int n = 0; n < COUNT; ++n) {
-                next[n] = 0;
-#pragma unroll
-                for (int i = 0; i < ITEMS; ++i) next[n] = max(next[n], key[n][i] - best[n]);
-            }
-#pragma unroll
-            for (int n = 0; n < COUNT; ++n) {
-                const u32 below = best[n] + __reduce_max_sync(~0u, next[n]);
-                descends[n] &= below < best[n];
-                best[n] = below;
-            }
+            for (int i = 0; i < ITEMS; ++i) next = max(next, key[i] - best);
+            next = best + __reduce_max_sync(~0u, next);
+            descends &= next < best;
+            best = next;
         }
-        u32 chosen[COUNT], place[COUNT];
+        u32 chosen = 0;
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) {
-            chosen[n] = 0;
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) chosen[n] |= u32(key[n][i] >= best[n]) << i;
-            if (!descends[n] || __reduce_add_sync(~0u, __popc(chosen[n])) != k) chosen[n] = choose_with_ties(key[n], k);
-        }
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n) place[n] = sum_before(__popc(chosen[n]));
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n)
-            for (; chosen[n]; chosen[n] &= chosen[n] - 1) list[n * MOST + place[n]++] = begin + __ffs(chosen[n]) - 1;
+        for (int i = 0; i < ITEMS; ++i) chosen |= u32(key[i] >= best) << i;
+        if (!descends || __reduce_add_sync(~0u, __popc(chosen)) != k) chosen = choose_with_ties(key, k);
+        for (u32 place = sum_before(__popc(chosen)); chosen; chosen &= chosen - 1) list[place++] = begin + __ffs(chosen) - 1;
         __syncwarp();
-        int expert[COUNT];
-        float weight[COUNT];
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n) {
-            expert[n] = lane < k ? list[n * MOST + lane] : 0;
-            weight[n] = lane < k ? score(logit(n, expert[n])) : 0.0f;
-        }
+        const int expert = lane < k ? list[lane] : 0;
+        float weight = lane < k ? score(logits[expert]) : 0.0f;
         if (normalise) {
-            float sum[COUNT];
+            float sum = weight;
 #pragma unroll
-            for (int n = 0; n < COUNT; ++n) sum[n] = weight[n];
-#pragma unroll
-            for (int d = 16; d; d /= 2)
-#pragma unroll
-                for (int n = 0; n < COUNT; ++n) sum[n] += __shfl_xor_sync(~0u, sum[n], d);
-#pragma unroll
-            for (int n = 0; n < COUNT; ++n) asm("div.full.f32 %0, %1, %2;" : "=f"(weight[n]) : "f"(weight[n]), "f"(sum[n] + 1e-20f));
+            for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+            asm("div.full.f32 %0, %1, %2;" : "=f"(weight) : "f"(weight), "f"(sum + 1e-20f));
         }
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n)
-            if (lane < k && token + n * apart < end) {
-                ids[i64(token + n * apart) * k + lane] = expert[n];
-                gates[i64(token + n * apart) * k + lane] = weight[n] * scale;
-            }
-        __syncwarp();
+        if (lane < k) {
+            ids[i64(token) * k + lane] = expert;
+            gates[i64(token) * k + lane] = weight * scale;
+        }
     }
 };
