@@ -49,12 +49,12 @@ def run_mhc(recorder: Recorder) -> None:
 def run_router(recorder: Recorder) -> None:
     """384 experts, top 6."""
     weight, bias = torch.randn(384, D, device="cuda").bfloat16() * 0.01, torch.randn(384, device="cuda") * 0.1
-    for t in (64, 1024, 4096, 16384):
+    for t in (8, 64, 256, 1024, 4096, 16384):
         x = torch.randn(t, D, device="cuda").bfloat16()
         recorder.record(
             "router",
             f"t={t}",
-            "sm90" if t >= 512 else "portable",
+            "sm90" if t <= 256 else "cuBLAS, sm90",
             lambda: kernels.router(x, weight, bias, k=6, normalise=True, scale=1.5),
             nbytes=t * D * 2 + weight.numel() * 2,
             flops=2 * t * D * 384,

@@ -57,6 +57,15 @@ def test_products_of_sparse_mla_stay_under_way() -> None:
     assert waits == 5, "a wait a batch"
 
 
+def test_products_of_the_router_stay_under_way_and_nothing_fences() -> None:
+    """A fence in the loop waits for the copies that are to come under the products: it took a step from 0.4 to 1.0 us."""
+    if native_reason() is not None:
+        pytest.skip(native_reason())
+    sass = machine_text(compile_native("router_product.cu", 90, ("SELECTS=1",)), "router_product")
+    counts = {word: len(re.findall(rf"\b{word}\b", sass)) for word in ("HGMMA", "WARPGROUP.DEPBAR", "MEMBAR")}
+    assert counts == {"HGMMA": 4, "WARPGROUP.DEPBAR": 2, "MEMBAR": 0}
+
+
 def test_names_are_unique() -> None:
     assert len({spec.name for spec in SPECS}) == len(SPECS)
 

@@ -258,7 +258,18 @@ def test_indexer_scales(low, high, dtype) -> None:
     + (
         []
         if INTERPRET
-        else [(300, 384, 5120, 6), (64, 384, 5120, 6), (601, 384, 5120, 6), (9, 512, 640, 32), (5, 600, 64, 4)]
+        else [
+            (300, 384, 5120, 6),
+            (100, 384, 1032, 8),
+            (200, 384, 5120, 6),
+            (64, 384, 5120, 6),
+            (601, 384, 5120, 6),
+            (1100, 384, 5120, 6),
+            (4099, 192, 1032, 8),
+            (9, 512, 640, 32),
+            (5, 600, 64, 4),
+            (520, 256, 512, 8),
+        ]
     ),
 )
 def test_router(t, experts, d, k, dtype) -> None:
@@ -283,6 +294,23 @@ def test_router(t, experts, d, k, dtype) -> None:
     ids, _ = kernels.router(x, levels.to(dtype), torch.zeros_like(bias), k=k, normalise=True, scale=1.5)
     first = torch.sort(levels[:, : len(x)].T, dim=1, descending=True, stable=True).indices[:, :k]
     assert torch.equal(ids, first.sort(dim=1).values)
+
+
+@pytest.mark.skipif(INTERPRET, reason="CUDA C++")
+@pytest.mark.parametrize("t", [1, 3, 64, 200, 700])
+@pytest.mark.parametrize("distance", [5120, 6400, 5121])
+def test_router_reads_rows_wherever_they_lie(t, distance) -> None:
+    """Rows of a wider matrix, at distances that bulk copies take and that they do not; the same choice each time."""
+    wide = rand(t, distance, dtype=torch.bfloat16)
+    x, weight, bias = wide[:, :5120], rand(384, 5120, dtype=torch.bfloat16) * 5120**-0.5, rand(384) * 0.1
+    ids, gates = kernels.router(x, weight, bias, k=6, normalise=True, scale=1.5)
+    choice = torch.nn.functional.softplus(x.double() @ weight.double().T).sqrt() + bias
+    assert (choice.gather(1, ids) >= choice.topk(6).values[:, -1:] - 1e-5).all()
+    assert (ids.diff(dim=1) > 0).all()
+    for _ in range(3):
+        again, same = kernels.router(x, weight, bias, k=6, normalise=True, scale=1.5)
+        assert torch.equal(again, ids)
+        assert torch.equal(same, gates)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

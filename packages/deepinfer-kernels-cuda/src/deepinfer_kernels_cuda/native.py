@@ -11,6 +11,7 @@ import functools
 import glob
 import hashlib
 import os
+import re
 import struct
 import sys
 import tempfile
@@ -129,7 +130,7 @@ class NativeKernel:
     Args:
         source: File name under `cuda/`.
         entry: `extern "C"` name.
-        arguments: `struct` letters of the parameters in order: P pointer, i int32, q int64, f float32.
+        arguments: `struct` letters of the parameters in order: P pointer, i int32, q int64, f float32, 128s a tensor map.
         threads: Threads a block.
         shared: Bytes of dynamic shared memory.
         defines: Macros of the source, `NAME=VALUE`.
@@ -140,6 +141,9 @@ class NativeKernel:
     ) -> None:
         self.source, self.entry, self.threads, self.shared, self.defines = source, entry, threads, shared, defines
         self._layout = struct.Struct("@" + arguments)
+        letters = re.findall(r"\d*[a-zA-Z]", arguments)
+        ends = [struct.calcsize("@" + "".join(letters[:i]) + "0" + each[-1]) for i, each in enumerate(letters)]
+        self._offsets = ends if "s" in arguments else []
         self._functions: dict[int, ctypes.c_void_p] = {}
         self._clusters: dict[tuple[int, int], int] = {}
 
@@ -157,7 +161,9 @@ class NativeKernel:
             self._functions[device] = function
         return self._functions[device]
 
-    def __call__(self, grid: tuple[int, int, int], *arguments: float, device: torch.device, cluster: int = 1) -> None:
+    def __call__(
+        self, grid: tuple[int, int, int], *arguments: float | bytes, device: torch.device, cluster: int = 1
+    ) -> None:
         """Launch on the current stream of `device`; blocks of one cluster are neighbours along x.
 
         Raises:
@@ -167,14 +173,15 @@ class NativeKernel:
         with torch.cuda.device(index):
             function = self._load(index)
             packed = self._layout.pack(*arguments)
-            size = ctypes.c_size_t(len(packed))
-            extra = (ctypes.c_void_p * 5)(
-                1, ctypes.cast(packed, ctypes.c_void_p), 2, ctypes.cast(ctypes.pointer(size), ctypes.c_void_p), 0
-            )
+            start, size = ctypes.cast(packed, ctypes.c_void_p), ctypes.c_size_t(len(packed))
+            extra = (ctypes.c_void_p * 5)(1, start, 2, ctypes.cast(ctypes.pointer(size), ctypes.c_void_p), 0)
+            each = None
+            if self._offsets:  # the compiler aligns a tensor map by its address: the first is not at offset 0
+                each, extra = (ctypes.c_void_p * len(self._offsets))(*(start.value + at for at in self._offsets)), None
             # Every kernel of `cuda/` waits (`wait_for_kernels`) before it touches what kernels ahead may write; it may read
             # weights earlier.
             config = self._config(grid, cluster, torch.cuda.current_stream(index).cuda_stream, overlaps(device))
-            _check_driver(_driver().cuLaunchKernelEx(ctypes.byref(config), function, None, extra), self.entry)
+            _check_driver(_driver().cuLaunchKernelEx(ctypes.byref(config), function, each, extra), self.entry)
 
     def _config(self, grid: tuple[int, int, int], cluster: int, stream: int | None, overlapping: bool) -> _Config:
         wanted = [_Attribute(4, 0, (ctypes.c_uint * 16)(cluster, 1, 1))] if cluster > 1 else []

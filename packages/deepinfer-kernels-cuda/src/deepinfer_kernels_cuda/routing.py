@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +12,35 @@ from .checks import require, require_dims, require_dtype, require_inner, require
 from .libraries import product
 from .native import NativeKernel, native_reason
 from .overlap import overlap
+from .tensormaps import fits_map, tensor_map
 
 #: Tokens from which the library's matrix product is faster than the split one (H200: 21 us of 16 GFLOP at 4096).
 _LIBRARY_TOKENS = 512
-#: Selection on sm_90 of whole logits by experts of a lane: a warp a token, four a block, up to 32 experts chosen.
-_SELECT = {
-    items: NativeKernel("router.cu", "router_select", "PPPPiiifi", threads=128, defines=(f"ITEMS={items}",))
-    for items in (4, 8, 12, 16)
-}
-_SELECT_TOKENS, _SELECT_MOST = 4, 32
+#: Selection on sm_90, up to so many experts of which so many are chosen: a warp a token, four a block; a block a token where
+#: logits of V4.1's experts come in parts.
+_SELECT_WARPS, _SELECT_EXPERTS, _SELECT_MOST = 4, 512, 32
+#: The product in CUDA C++: V4.1's experts, tokens and experts of a block, columns of a step, most spans, blocks at once.
+_EXPERTS, _BLOCK_TOKENS, _BLOCK_EXPERTS, _STEP, _SPANS, _MULTIPROCESSORS = 384, 64, 96, 64, 16, 132
+#: It selects too up to so many tokens, and leaves the selection to the next kernel up to so many (H200, at 128: 6.6 us against
+#: 7.5; at 256: 9.9 against 8.0).
+_ONE_LAUNCH, _TWO_LAUNCHES = 128, 256
+_PRODUCT_SHARED = 5 * (_BLOCK_TOKENS + _BLOCK_EXPERTS) * 128 + 1024
+_EMPTY = -8531  # 0xffffdead, what the kernel takes for no part of a logit
+
+
+@functools.lru_cache(maxsize=8)
+def _select_kernel(items: int, together: bool) -> NativeKernel:
+    defines = (f"ITEMS={items}", f"TOGETHER={int(together)}")
+    return NativeKernel("router.cu", "router_select", "PPPPiiiifi", threads=128, defines=defines)
+
+
+@functools.lru_cache(maxsize=2)
+def _product_kernel(selects: bool) -> NativeKernel:
+    defines = (f"SELECTS={int(selects)}", f"SHARED={_PRODUCT_SHARED}")
+    arguments = "128s128sPiiii" + ("PPPifi" if selects else "")
+    return NativeKernel(
+        "router_product.cu", "router_product", arguments, threads=288, shared=_PRODUCT_SHARED, defines=defines
+    )
 
 
 @dataclass(frozen=True)
@@ -70,11 +91,75 @@ def router(
     ids = torch.empty(t, k, dtype=torch.int64, device=x.device)
     gates = torch.empty(t, k, dtype=torch.float32, device=x.device)
     if t:
-        # cuBLAS has no better kernel for few tokens, and none that keeps float32 exact.
-        library = x.is_cuda and x.dtype == torch.bfloat16 and t >= _LIBRARY_TOKENS
-        part = product(x, weight)[None] if library else _logits(x, weight)
-        _select(part, bias, ids, gates, normalise, scale)
+        _route(x, weight, bias, ids, gates, normalise, scale)
     return ids, gates
+
+
+def _route(x, weight, bias, ids, gates, normalise: bool, scale: float) -> None:
+    t, native = x.shape[0], _takes_maps(x, weight)
+    selects = native and t <= _ONE_LAUNCH and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
+    if selects and _blocks_at_once(x.device) >= _MULTIPROCESSORS:
+        _route_sm90(x, weight, bias, ids, gates, normalise, scale)
+        return
+    # cuBLAS has no better kernel for few tokens, and none that keeps float32 exact.
+    library = x.is_cuda and x.dtype == torch.bfloat16 and t >= _LIBRARY_TOKENS
+    if library:
+        part = product(x, weight)[None]
+    else:
+        part = _logits_sm90(x, weight) if native and t <= _TWO_LAUNCHES else _logits(x, weight)
+    _select(part, bias, ids, gates, normalise, scale)
+
+
+def _takes_maps(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    fits = x.is_cuda and weight.shape[0] == _EXPERTS and fits_map(x) and fits_map(weight)
+    return fits and device_arch(x.device) == 90 and native_reason() is None
+
+
+def _cut(t: int, d: int) -> tuple[int, int, int, int]:
+    """Tiles of tokens, spans of columns, steps in all and of a span: as many spans as fit on the card, none empty."""
+    tiles, steps = -(-t // _BLOCK_TOKENS), -(-d // _STEP)
+    most = max(1, min(_SPANS, _MULTIPROCESSORS // (tiles * (_EXPERTS // _BLOCK_EXPERTS))))
+    span = -(-steps // most)
+    return tiles, -(-steps // span), steps, span
+
+
+def _logits_sm90(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Partial logits float32 [spans, t, experts], in CUDA C++."""
+    t, d = x.shape
+    tiles, spans, steps, span = _cut(t, d)
+    part = torch.empty(spans, t, _EXPERTS, dtype=torch.float32, device=x.device)
+    _product_kernel(False)(
+        (tiles, _EXPERTS // _BLOCK_EXPERTS, spans), tensor_map(x, _BLOCK_TOKENS), tensor_map(weight, _BLOCK_EXPERTS),
+        part.data_ptr(), t, _EXPERTS, steps, span, device=x.device,
+    )  # fmt: skip
+    return part
+
+
+@functools.lru_cache(maxsize=16)
+def _blocks_at_once(device: torch.device) -> int:
+    return _product_kernel(True).resident(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _mail(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
+    """Where blocks leave each other parts of logits, empty before and after a call.
+
+    One for each stream, whose launches follow each other. A graph keeps that of the stream that it was captured on: graphs
+    captured on one stream must not be replayed at the same time, and the first call on a stream must not be a captured one.
+    """
+    return torch.full((_SPANS * _ONE_LAUNCH * _EXPERTS,), _EMPTY, dtype=torch.int32, device=device)
+
+
+def _route_sm90(x, weight, bias, ids, gates, normalise: bool, scale: float) -> None:
+    """Product and selection in one launch, whose blocks are all on the card at once."""
+    t, d = x.shape
+    tiles, spans, steps, span = _cut(t, d)
+    mail = _mail(x.device, torch.cuda.current_stream(x.device).cuda_stream)
+    _product_kernel(True)(
+        (tiles, _EXPERTS // _BLOCK_EXPERTS, spans), tensor_map(x, _BLOCK_TOKENS), tensor_map(weight, _BLOCK_EXPERTS),
+        mail.data_ptr(), t, _EXPERTS, steps, span, bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), ids.shape[1], scale,
+        int(normalise), device=x.device,
+    )  # fmt: skip
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, cut: _Split | None = None) -> torch.Tensor:
@@ -93,22 +178,19 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, cut: _Split | None = None) ->
 
 
 def _select(part, bias, ids, gates, normalise: bool, scale: float) -> None:
-    fits = (
-        part.shape[0] == 1 and _lane_experts(part) in _SELECT and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
-    )
+    spans, _, experts = part.shape
+    fits = experts == _EXPERTS if spans > 1 else experts <= _SELECT_EXPERTS
+    fits = fits and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
     native = fits and device_arch(part.device) == 90 and native_reason() is None
     (_select_sm90 if native else _select_portable)(part, bias, ids, gates, normalise, scale)
 
 
-def _lane_experts(part: torch.Tensor) -> int:
-    return -(-part.shape[2] // 128) * 4
-
-
 def _select_sm90(part, bias, ids, gates, normalise: bool, scale: float) -> None:
-    (_, t, experts), k = part.shape, ids.shape[1]
-    _SELECT[_lane_experts(part)](
-        (-(-t // _SELECT_TOKENS), 1, 1),
-        part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, k, scale, int(normalise),
+    (spans, t, experts), k = part.shape, ids.shape[1]
+    items, together = -(-experts // 128) * 4, spans > 1
+    _select_kernel(items, together)(
+        (t if together else -(-t // _SELECT_WARPS), 1, 1),
+        part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, spans, k, scale, int(normalise),
         device=part.device,
     )  # fmt: skip
 
