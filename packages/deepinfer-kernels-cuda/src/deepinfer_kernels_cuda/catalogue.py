@@ -352,7 +352,16 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         {"GROUPS": 3, "BLOCK": 128}, options={"num_warps": 1}),
     KernelSpec("cache_slots", "kernels.llama_rows:cache_slots_kernel",
         "query_starts=*i32 seq_lens=*i32 write_floors=*i32 table=*i32 table_stride=i32 slots=*i64",
-        {"BLOCK": 32, "BT": 128}, options={"num_warps": 1}),
+        {"BLOCK": 32}, options={"num_warps": 1}),
+    KernelSpec("cache_slots-ragged", "kernels.ragged:ragged_slots_kernel",
+        "query_starts=*i32 seq_lens=*i32 write_floors=*i32 table=*i32 table_stride=i32 slots=*i64 rows=i32 tokens=i32 "
+        "steps=i32", {"BLOCK": 32, "BT": 128}),
+    KernelSpec("cut_rows", "kernels.ragged:cut_rows_kernel",
+        "query_starts=*i32 seq_lens=*i32 starts=*i32 lengths=*i32 table_rows=*i32 first=i32 rows=i32 length=i32 pieces=i32 "
+        "steps=i32", {"BT": 128}),
+    KernelSpec("ragged_inputs", "kernels.ragged:ragged_inputs_kernel",
+        "query_starts=*i32 seq_lens=*i32 slots=*i32 flat=*i32 capacity=i32 scratch=i32 widths=*i32 packed=*i32 layout=*i32 "
+        "tables=*i32 token_ids=*i64 positions=*i64 rows=i32 tokens=i32 steps=i32", {"GROUPS": 1, "BLOCK": 128}),
     KernelSpec("llama_norm", "kernels.llama_rows:llama_norm_kernel",
         "x=*bf16 stride=i32 weight=*bf16 out=*bf16 out_stride=i32 rows=i32 width=i32 eps=fp32", {"D": 1024, "BR": 4},
         divisible=("width",)),

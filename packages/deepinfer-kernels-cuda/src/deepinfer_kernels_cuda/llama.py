@@ -36,6 +36,10 @@ class Cut:
     least: int = 4
     ahead: bool = True
 
+    def queries(self, group: int) -> int:
+        """Queries of a sequence that a block takes, with `group` heads each."""
+        return self.rows // group
+
 
 def cut_for(sequences: int, kv_heads: int, group: int, width: int, longest: int, dtype: torch.dtype) -> Cut:
     """The cut that was fastest on an H200 (2026-11-30) for sequences of at most `longest` queries each.
@@ -188,7 +192,7 @@ def _attend(
     group = heads // kv_heads
     cut = cut_for(sequences, kv_heads, group, d, max_queries, q.dtype) if cut is None else cut
     require(cut.rows >= group, lambda: f"a cut of {cut.rows} rows; a group has {group} heads")
-    bq = cut.rows // group
+    bq = cut.queries(group)
     tiles = -(-max_queries // bq)
     partial = lse = out
     if cut.splits > 1:

@@ -22,6 +22,7 @@ from deepinfer_offline.engine.native.masks import MaskMaker, StepMasks
 from deepinfer_offline.engine.native.outputs import FactsReader, completion, failed, finished, read_prompt
 from deepinfer_offline.engine.native.parts import Parts
 from deepinfer_offline.engine.native.plain_rows import PlainRows
+from deepinfer_offline.engine.native.runner import NewSequence
 from deepinfer_offline.engine.native.scoring import score_sequence
 from deepinfer_offline.sampling.params import SamplingParams
 
@@ -154,15 +155,15 @@ class NativeEngine:
 
     def _launch(self, plan: StepPlan) -> None:
         runner = self._parts.runner
-        for seq_id in plan.admitted:
-            self._load(self._answers[seq_id])
+        if plan.admitted:
+            runner.add_sequences([self._load(self._answers[seq_id]) for seq_id in plan.admitted])
         masks = self._masks.step(plan)
         if not self._airborne:
             masks.open()
         self._airborne.append(_Airborne(runner.launch(plan, masks if masks.needed else None), masks))
 
-    def _load(self, answer: Answer) -> None:
-        """Put an admitted sequence's ids and parameters into its slot, in the order of the steps."""
+    def _load(self, answer: Answer) -> NewSequence:
+        """What an admitted sequence puts into its slot, in the order of the steps: ids and parameters."""
         parts, group, seq = self._parts, answer.group, answer.seq
         params = group.request.params
         fill = partial(
@@ -177,12 +178,12 @@ class NativeEngine:
         wanted = params.prompt_logprobs if answer.index == 0 else None
         top = None if wanted is None else (parts.info.vocab_size if wanted < 0 else wanted)
         prompt = None if top is None else (seq.num_prompt, top)
-        parts.runner.add_sequence(seq.slot, seq.tokens, prompt_logprobs=prompt, before=fill)
         self._plain.load(answer)
         if group.cached_tokens < 0:
             group.cached_tokens = seq.cached_tokens
             self._stats.prompt_tokens += seq.num_prompt
             self._stats.cached_tokens += seq.cached_tokens
+        return NewSequence(seq.slot, seq.tokens, prompt, fill)
 
     def _land(self) -> None:
         """Take the oldest step's results: tokens to answers, ends to the scheduler; then open the next step's masks.

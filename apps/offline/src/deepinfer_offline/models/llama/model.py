@@ -98,6 +98,11 @@ class LlamaModel:
         return self.options.max_model_len if captures else None
 
     @property
+    def captures_prompts(self) -> bool:
+        """See `deepinfer_offline.models.base.CapturesPrompts`: attention that takes bounds is all it needs."""
+        return self.capture_limit(1) is not None and self.takes_bounds
+
+    @property
     def takes_bounds(self) -> bool:
         """See `deepinfer_offline.models.base.TakesBounds`: whether the attention does; nothing else looks at lengths."""
         return getattr(self.ops.attention, "takes_bounds", False)
