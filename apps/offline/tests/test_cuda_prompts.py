@@ -20,8 +20,9 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, see test_cuda_interpreted.py", allow_module_level=True)
 pytest.importorskip("triton")
-kernels = pytest.importorskip("deepinfer_kernels_cuda")
+pytest.importorskip("deepinfer_kernels_cuda")
 
+import deepinfer_kernels_cuda as kernels
 from deepinfer_offline.engine.base import Request
 from deepinfer_offline.engine.native import graphs, runner
 from deepinfer_offline.engine.native.batch import StepInputs, device_batch, plan_inputs
@@ -208,7 +209,7 @@ def test_a_job_over_captured_steps_says_what_the_portable_ops_say(monkeypatch: p
         return LayerOps(CublasLinear, kernels.llama_norm, products, CudaAttention(shape))
 
     def make(model: Any, cache: Any, tokens: TokenBuffer) -> Any:
-        found = graphs.StepGraphs(model, cache, tokens)
+        found: Any = graphs.StepGraphs(model, cache, tokens)
         for part in (found.decodes, found.prompts):
             part._recorder.before = lambda: [tokens.flat, *cache.layers]
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ class Recorder:
     def __init__(self, device: str) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def record(self, work: Callable[[], T], *, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, T]:
         """A graph of `work`, and what it returned: memory that every replay writes.
