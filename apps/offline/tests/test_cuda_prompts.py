@@ -1,4 +1,4 @@
-"""Captured steps with prompts, as far as a CPU can show it: Triton interprets the kernels, and a graph is a call that is made again.
+"""Captured steps with prompts, as far as a CPU can show it: Triton interprets kernels, and a graph is a call that is made again.
 
 Started by `test_cuda_interpreted.py`, since the interpreter must be on before Triton is imported. Kernels and portable ops sum in
 another order, so float32 results agree to some 1e-6 of their size; a wrong index is off by its whole size.
