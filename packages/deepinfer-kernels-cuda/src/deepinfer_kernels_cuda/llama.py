@@ -26,6 +26,7 @@ class Cut:
         splits: Most parts of a sequence's keys.
         least: Steps of keys that are worth a part.
         ahead: Read pages a step ahead.
+        full: Take keys that all queries of a block see in a loop of their own, without masks; not with `ahead`.
     """
 
     rows: int
@@ -35,6 +36,7 @@ class Cut:
     splits: int = 1
     least: int = 4
     ahead: bool = True
+    full: bool = False
 
     def queries(self, group: int) -> int:
         """Queries of a sequence that a block takes, with `group` heads each."""
@@ -208,7 +210,7 @@ def _attend(
         query_starts, seq_lens, rope, slots, out, out.stride(0), out.stride(1), partial, lse, arrived, scale * _LOG2E,
         cut.splits, GROUP=group, M=cut.rows, BQ=bq, BLOCK=block, BN=cut.keys, WIDTH=d, D=max(16, _power(d)),
         QUERIES=queries, ROWS=_power(queries * group), S=_power(cut.splits), LEAST=cut.least,
-        INSERT=rope is not None, AHEAD=cut.ahead,
+        INSERT=rope is not None, AHEAD=cut.ahead, FULL=cut.full and not cut.ahead,
         num_warps=cut.warps, num_stages=cut.stages, **overlap(q.device),
     )  # fmt: skip
     return out
