@@ -280,9 +280,8 @@ def test_shapes_that_the_kernels_refuse_say_why() -> None:
 
 @pytest.mark.parametrize("rows", [1, 11, 12])
 def test_small_layers_are_the_separate_ops(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of a row count: 11 rows at most take the kernel; more do not, and are then gated 11 at a time."""
+    """Both ways of a row count: 11 rows at most take the kernel, more do not."""
     monkeypatch.setattr(cuda_products, "_MAX_ROWS", 11)
-    monkeypatch.setattr(cuda_products, "_PART_BYTES", 0)
     separate, fused = SeparateProducts(rms_norm, silu_mul), FusedProducts(rms_norm, silu_mul)
     calls, dense = [], fused._kernels.dense_linear
     monkeypatch.setattr(

@@ -330,6 +330,10 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         {"GROUP": 4, "M": 64, "BQ": 16, "BLOCK": 16, "BN": 64, "WIDTH": 128, "D": 128, "QUERIES": 16, "ROWS": 64,
           "S": 1, "LEAST": 4, "INSERT": False, "AHEAD": True, "FULL": False},
         options={"num_warps": 4, "num_stages": 2}, min_mma=1),
+    KernelSpec("paged_gqa_prefill-full", "kernels.llama:paged_gqa_kernel", _GQA,
+        {"GROUP": 3, "M": 64, "BQ": 21, "BLOCK": 32, "BN": 64, "WIDTH": 64, "D": 64, "QUERIES": 21, "ROWS": 64,
+         "S": 1, "LEAST": 4, "INSERT": False, "AHEAD": False, "FULL": True},
+        options={"num_warps": 4, "num_stages": 2}, min_mma=1),
     KernelSpec("window_index", "kernels.v41_step:window_index_kernel",
         "positions=*i64 owners=*i32 floors=*i32 table=*i32 table_stride=i32 own=*i64 index=*i32 window=i32",
         {"BLOCK": 16, "W": 128}, options={"num_warps": 1}),
@@ -359,6 +363,7 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
     KernelSpec("cache_slots-ragged", "kernels.ragged:ragged_slots_kernel",
         "query_starts=*i32 seq_lens=*i32 write_floors=*i32 table=*i32 table_stride=i32 slots=*i64 rows=i32 tokens=i32 "
         "steps=i32", {"BLOCK": 32, "BT": 128}),
+    KernelSpec("copy_words", "kernels.ragged:copy_words_kernel", "source=*i32 target=*i32 size=i32", {"BLOCK": 1024}),
     KernelSpec("cut_rows", "kernels.ragged:cut_rows_kernel",
         "query_starts=*i32 seq_lens=*i32 starts=*i32 lengths=*i32 table_rows=*i32 first=i32 rows=i32 length=i32 pieces=i32 "
         "steps=i32", {"BT": 128}),

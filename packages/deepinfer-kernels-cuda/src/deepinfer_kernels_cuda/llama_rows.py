@@ -140,20 +140,14 @@ def rope_insert(
         )  # fmt: skip
 
 
-def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`round(silu(gate)) * up`: [t, 2 * width], gate first, to [t, width] in the same dtype; `out`: where to write."""
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`round(silu(gate)) * up`: [t, 2 * width], gate first, to [t, width] in the same dtype."""
     from .kernels.llama_rows import silu_mul_kernel
 
     require_dims("gate_up", gate_up, 2)
     require_inner("gate_up", gate_up)
     t, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(t, width, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
-    require(
-        tuple(out.shape) == (t, width) and out.dtype == gate_up.dtype,
-        lambda: f"out has shape {tuple(out.shape)} in {out.dtype}; it needs {(t, width)} in {gate_up.dtype}",
-    )
-    require_inner("out", out)
-    require_same_device(gate_up, out)
+    out = torch.empty(t, width, dtype=gate_up.dtype, device=gate_up.device)
     if t:
         block = min(1024, _power(width))
         silu_mul_kernel[(t, -(-width // block))](

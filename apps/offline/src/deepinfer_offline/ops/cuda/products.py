@@ -16,8 +16,6 @@ _MAX_INNER = 2048
 """Widths up to which the kernel was measured faster than cuBLAS with kernels around it."""
 _MAX_ROWS = 1024
 """Rows up to which it was; more go the other way."""
-_PART_BYTES = 26 << 20
-"""Of gates and ups that are made at once: they are read while the L2 cache still has them."""
 
 
 def widths_reason(widths: Any) -> str | None:
@@ -47,23 +45,9 @@ class FusedProducts:
         return self._after_norm(linear, x, norm, eps)
 
     def gated(self, linear: Linear, x: Stream, norm: torch.Tensor, eps: float) -> torch.Tensor:
-        if self._serves(linear, x.hidden):
-            return self._after_norm(linear, x, norm, eps, swiglu=True)
-        if type(linear) is CublasLinear and linear.bias is None:
-            return self._in_parts(linear, self._separate.rms_norm(x.hidden, norm, eps))
-        return self._separate.gated(linear, x, norm, eps)
-
-    def _in_parts(self, linear: CublasLinear, x: torch.Tensor) -> torch.Tensor:
-        """SwiGLU of linear(x) for some rows at a time."""
-        width = linear.weight.shape[0]
-        inner = torch.empty(len(x), width // 2, dtype=x.dtype, device=x.device)
-        most = max(_MAX_ROWS, _PART_BYTES // (width * x.element_size()) // 128 * 128)
-        wide = torch.empty(min(most, len(x)), width, dtype=x.dtype, device=x.device)
-        for start in range(0, len(x), most):
-            rows = x[start : start + most]
-            part = torch.mm(rows, linear.weight.t(), out=wide[: len(rows)])
-            self._kernels.silu_mul(part, out=inner[start : start + most])
-        return inner
+        if not self._serves(linear, x.hidden):
+            return self._separate.gated(linear, x, norm, eps)
+        return self._after_norm(linear, x, norm, eps, swiglu=True)
 
     def _after_norm(
         self, linear: Linear, x: Stream, norm: torch.Tensor, eps: float, *, swiglu: bool = False
