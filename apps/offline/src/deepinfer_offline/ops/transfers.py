@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from deepinfer_offline.ops.cuda.support import kernels
 
 BY_KERNEL = True
 _ALIGN = 16  # bytes; what kernels assume of a pointer
+_WORDS = (torch.int32, torch.int64, torch.float32)
+_MOST = 1 << 18  # elements that a kernel copies; a copy engine takes more
 
 
 def upload(arrays: Sequence[np.ndarray], device: str | torch.device) -> list[torch.Tensor]:
@@ -54,17 +57,33 @@ def upload_into(target: torch.Tensor, arrays: Sequence[np.ndarray]) -> None:
     size = sum(array.size for array in arrays)
     if size > len(target):
         raise ValueError(f"{size} elements do not fit a tensor of {len(target)}")
-    cuda = target.device.type == "cuda"
-    here = torch.empty(size, dtype=target.dtype, pin_memory=cuda)
+    here = torch.empty(size, dtype=target.dtype, pin_memory=target.device.type == "cuda")
     flat, start = here.numpy(), 0
     for array in arrays:
         flat[start : start + array.size] = array.reshape(-1)
         start += array.size
-    if cuda and BY_KERNEL and target.dtype == torch.int32:
-        kernels().copy_words(here, target[:size])
-        _keep(here)
-    else:
-        target[:size].copy_(here, non_blocking=True)
+    _copy(here, target[:size])
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Between a device and pinned memory, in the order of the stream. Whole words go by a kernel, if there is one.
+
+    A step waits for its inputs, and the next one for its tokens: handing over to a copy engine and back takes longer.
+    """
+    device, pinned = (target.device, source) if source.device.type == "cpu" else (source.device, target)
+    copy_words = _copy_words(device) if BY_KERNEL else None
+    fits = source.dtype in _WORDS and source.is_contiguous() and 0 < source.numel() <= _MOST
+    if copy_words is None or not fits:
+        target.copy_(source, non_blocking=True)
+        return
+    copy_words(source.view(-1).view(torch.int32), target.view(-1).view(torch.int32))
+    _keep(pinned)
+
+
+@lru_cache(maxsize=16)
+def _copy_words(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    found = kernels() if device.type == "cuda" else None
+    return None if found is None or found.is_supported("copy_words", device) is not None else found.copy_words
 
 
 _kept: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
@@ -99,11 +118,7 @@ class Download:
             return
         self._there = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
         for here, there in zip(tensors, self._there, strict=True):
-            if BY_KERNEL and here.dtype == torch.int64 and here.is_contiguous() and here.numel():
-                kernels().copy_words(here.view(-1).view(torch.int32), there.view(-1).view(torch.int32))
-                _keep(there)
-            else:
-                there.copy_(here, non_blocking=True)
+            _copy(here, there)
         self._event = torch.cuda.Event()
         self._event.record()
 
