@@ -233,21 +233,6 @@ def test_step_inputs_unpacks_one_copy(live, rows, widths) -> None:
         assert place[2][start + rows * count] == -7
 
 
-@pytest.mark.parametrize("size", [1, 1024, 1025])
-def test_words_are_copied_and_no_others(size) -> None:
-    source, target = torch.arange(size + 3, dtype=torch.int32), torch.full((size + 3,), -1, dtype=torch.int32)
-    if DEVICE == "cuda":
-        source, target = source.pin_memory(), target.cuda()
-    kernels.copy_words(source[1 : size + 1], target[2 : size + 2])
-    back = torch.zeros(size + 3, dtype=torch.int32, pin_memory=DEVICE == "cuda")
-    kernels.copy_words(target, back)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    assert back.tolist() == [-1, -1, *range(1, size + 1), -1]
-    with pytest.raises(ArgumentError, match="both must be int32"):
-        kernels.copy_words(source, target.long())
-
-
 RAGGED = ([1, 1, 0, 37, 2, 0, 129], [5], [0, 0, 1, 0], [1] * 70 + [300])
 """Tokens of each row, empty ones included."""
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .output import engram_gate, engram_update, grouped_output
     from .parallel import ExpertParallel
     from .providers import MeasuredChoice, find_library
-    from .ragged import Pieces, copy_words, cut_rows, ragged_inputs
+    from .ragged import Pieces, cut_rows, ragged_inputs
     from .records import (
         kv_gather,
         kv_insert,
@@ -82,7 +82,6 @@ _LAZY = {
     "dense_linear": "dense",
     "weighed_like": "dense",
     "Pieces": "ragged",
-    "copy_words": "ragged",
     "cut_rows": "ragged",
     "ragged_inputs": "ragged",
     "cache_slots": "llama_rows",
@@ -171,7 +170,6 @@ __all__ = [
     "capability_table",
     "clamped_swiglu",
     "compress",
-    "copy_words",
     "cut_for",
     "cut_rows",
     "dense_linear",

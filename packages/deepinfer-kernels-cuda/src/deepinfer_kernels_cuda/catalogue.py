@@ -363,7 +363,6 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
     KernelSpec("cache_slots-ragged", "kernels.ragged:ragged_slots_kernel",
         "query_starts=*i32 seq_lens=*i32 write_floors=*i32 table=*i32 table_stride=i32 slots=*i64 rows=i32 tokens=i32 "
         "steps=i32", {"BLOCK": 32, "BT": 128}),
-    KernelSpec("copy_words", "kernels.ragged:copy_words_kernel", "source=*i32 target=*i32 size=i32", {"BLOCK": 1024}),
     KernelSpec("cut_rows", "kernels.ragged:cut_rows_kernel",
         "query_starts=*i32 seq_lens=*i32 starts=*i32 lengths=*i32 table_rows=*i32 first=i32 rows=i32 length=i32 pieces=i32 "
         "steps=i32", {"BT": 128}),

@@ -26,30 +26,6 @@ class Pieces(NamedTuple):
     rows: torch.Tensor
 
 
-def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy between the device and pinned memory of the host by a kernel, in the order of the stream.
-
-    For some kilobytes between two kernels: handing over to a copy engine and back takes the stream longer than the copy.
-    The pinned tensor must live until the kernel has run; torch does not see to that here.
-
-    Args:
-        source: int32 [n], contiguous; pinned where it is not on the device.
-        target: int32 [n], like source.
-    """
-    from .kernels.ragged import copy_words_kernel
-
-    size = len(source)
-    require(
-        source.dtype == target.dtype == torch.int32 and source.shape == target.shape == (size,),
-        lambda: f"{source.dtype} {tuple(source.shape)} to {target.dtype} {tuple(target.shape)}; both must be int32 [n]",
-    )
-    require_inner("source", source)
-    require_inner("target", target)
-    device = source.device if source.is_cuda else target.device
-    if size:
-        copy_words_kernel[(-(-size // 1024),)](source, target, size, BLOCK=1024, num_warps=4, **overlap(device))
-
-
 def cut_rows(query_starts: torch.Tensor, seq_lens: torch.Tensor, *, first: int, length: int, tokens: int) -> Pieces:
     """Cut the tokens of ragged rows into pieces of one row each.
 

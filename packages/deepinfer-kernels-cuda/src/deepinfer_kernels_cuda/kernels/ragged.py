@@ -23,14 +23,6 @@ def _row_of(starts, value, rows, steps):
     return low
 
 
-@triton.jit(do_not_specialize=["size"])
-def copy_words_kernel(source, target, size, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
-    """Grid (blocks of words,): target = source."""
-    begin(PDL)
-    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + word, tl.load(source + word, mask=word < size), mask=word < size)
-
-
 @triton.jit(do_not_specialize=["table_stride", "rows", "tokens", "steps"])
 def ragged_slots_kernel(query_starts, seq_lens, write_floors, table, table_stride, slots, rows, tokens, steps,
                         BLOCK: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
