@@ -171,12 +171,44 @@ def profile_decode(engine: Any, requests: list[Request], steps: int) -> tuple[fl
     return idle_share(intervals), span, wall, list(by_kernel(intervals, steps))
 
 
+def measure_prompts(step_tokens: int, count: int) -> dict[str, Any]:
+    """Prompts of 512 tokens with one token of answer each: ms a step of `step_tokens`, and how much of it kernels take."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine = build(
+        SMOLLM2,
+        dtype="bfloat16",
+        max_running=1000,
+        max_tokens_per_step=step_tokens,
+        kv_memory=30 << 30,
+        max_model_len=2048,
+    )
+    requests = make_requests(count, 512, 1, SMOLLM2["vocab_size"])
+    steps = count * 512 / step_tokens
+    first = run_job(engine, requests)[0]
+    seconds = min(run_job(engine, requests)[0] for _ in range(3))
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run_job(engine, requests)
+    engine.close()
+    intervals = kernel_intervals(profiler)
+    busy = (intervals[-1][1] - intervals[0][0]) / 1e6 * (1 - idle_share(intervals))
+    return {
+        "step_tokens": step_tokens,
+        "first_s": round(first, 2),
+        "step_ms": round(seconds * 1e3 / steps, 3),
+        "busy_ms": round(busy / steps, 3),
+        "idle": round(1 - busy / (seconds * 1e3), 4),
+        "prompt_tokens_per_s": round(count * 512 / seconds),
+        "kernels": list(by_kernel(intervals, round(steps))),
+    }
+
+
 def check_tokens(layers: int) -> dict[str, Any]:
     """Greedy answers in float32 with and without the kernels."""
     config = SMOLLM2 | {"num_hidden_layers": layers}
-    requests = make_requests(12, 70, 40, config["vocab_size"])
+    requests = make_requests(48, 70, 40, config["vocab_size"])
     fast, slow = (
-        build(config, portable=portable, dtype="float32", max_running=8, max_tokens_per_step=256, kv_memory=1 << 30)
+        build(config, portable=portable, dtype="float32", max_running=16, max_tokens_per_step=256, kv_memory=1 << 30)
         for portable in (False, True)
     )
     found, expected = run_job(fast, requests)[1], run_job(slow, requests)[1]
@@ -231,6 +263,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--running", type=int, nargs="*", default=[256, 512, 1000])
     parser.add_argument("--step-tokens", type=int, default=16384)
+    parser.add_argument("--prompts", action="store_true", help="measure steps of prompts alone too")
     parser.add_argument("--host", action="store_true", help="profile the loop, and measure a sampled job")
     parser.add_argument(
         "--check-layers", type=int, default=4, help="layers of the model that answers are compared on; 0 skips"
@@ -243,6 +276,11 @@ def run(argv: list[str]) -> int:
     checked = check_tokens(asked.check_layers) if asked.check_layers else None
     if checked and not asked.json:
         sys.stdout.write(f"float32 greedy, kernels against portable ops: {checked}\n")
+    prompts = measure_prompts(asked.step_tokens, asked.requests) if asked.prompts else None
+    if prompts and not asked.json:
+        sys.stdout.write(
+            f"{ {k: v for k, v in prompts.items() if k != 'kernels'} }\n" + "\n".join(prompts["kernels"]) + "\n"
+        )
     for running in asked.running:
         line = measure(running, asked.step_tokens, asked.requests, asked.host)
         lines.append(line)
@@ -251,11 +289,12 @@ def run(argv: list[str]) -> int:
             sys.stdout.write(f"{ {k: v for k, v in line.items() if k != 'kernels'} }\n" + "\n".join(kernels) + "\n")
             sys.stdout.flush()
         torch.cuda.empty_cache()
-    best = max(line["tokens_per_s"] for line in lines)
+    best = max((line["tokens_per_s"] for line in lines), default=0)
     found = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "checked": checked,
+        "prompts": prompts,
         "tokens_per_s": best,
         "ratio_to_peer": round(best / PEER_TOKENS, 2),
         "lines": lines,

@@ -208,11 +208,16 @@ def attention_batch(counts: list[int], starts: list[int], floors: list[int], blo
 
 
 MIXED, DECODE = ([1, 1, 5, 6], [0, 12, 0, 3], [0, 0, 0, 5]), ([1, 1, 1, 1], [0, 12, 30, 3], [0, 0, 31, 0])
+LONG = ([1, 1, 23, 2, 22], [0, 12, 0, 7, 3], [0, 0, 0, 0, 5])  # rows of more than 8 tokens are cut into pieces
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "normed", "rows"),
-    [(3, 1, 16, False, MIXED), (4, 2, 20, True, MIXED), (3, 1, 16, False, DECODE), (4, 2, 20, True, DECODE)],
+    [
+        (heads, kv, dim, dim == 20, rows)
+        for rows in (MIXED, DECODE, LONG)
+        for heads, kv, dim in ((3, 1, 16), (4, 2, 20))
+    ],
 )
 def test_paged_attention_is_the_portable_one(heads: int, kv_heads: int, dim: int, normed: bool, rows: tuple) -> None:
     """Steps of decode rows alone too, where a row below its write floor finds its key in the cache."""
@@ -221,7 +226,7 @@ def test_paged_attention_is_the_portable_one(heads: int, kv_heads: int, dim: int
     rope = rope_table(RopeConfig(dim), 64, "cpu")
     torch.manual_seed(heads)
     norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if normed else (None, None)
-    blocks, history, qkv = 40, torch.randn(2, kv_heads, 40, 4, dim), torch.randn(sum(rows[0]), shape.qkv_width)
+    blocks, history, qkv = 64, torch.randn(2, kv_heads, 64, 4, dim), torch.randn(sum(rows[0]), shape.qkv_width)
     portable, kernel = TorchAttention(shape), CudaAttention(shape)
     expected_cache, cache = portable.allocate(blocks), kernel.allocate(blocks)
     expected_cache.copy_(history)

@@ -107,7 +107,7 @@ def test_masks_wait_for_the_tokens_before(ahead: int, monkeypatch: pytest.Monkey
     """The step in flight reaches its draws long before the loop has told the grammar the last token."""
     engine = make_engine(ahead=ahead, running=6)
     apply = engine._apply
-    monkeypatch.setattr(engine, "_apply", lambda result: (time.sleep(0.01), apply(result)))
+    monkeypatch.setattr(engine, "_apply", lambda result: (time.sleep(0.01), apply(result))[1])
     free = [ask("free", "plain"), ask("other", "words", temperature=0.9)]
     bound = [replace(ask(f"g{i}", "abc"[i:], max_tokens=15), grammar=CycleGrammar()) for i in range(3)]
     broken = replace(ask("broken", "zz", max_tokens=15), grammar=CycleGrammar(fails_at=6))

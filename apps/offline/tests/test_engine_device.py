@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from deepinfer_offline.engine.native.graphs import row_buckets
+from deepinfer_offline.engine.native.prompt_graphs import PromptBuckets, token_buckets
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.native.worker import DeviceWorker
 from deepinfer_offline.models.deepsig_v41.aside import Aside
@@ -27,6 +31,36 @@ def test_buckets_hold_every_batch_and_waste_little(most: int) -> None:
         size = next(size for size in sizes if size >= rows)
         assert size <= 2 * rows, f"{rows} rows run as {size}"
         assert rows < 24 or size < 1.5 * rows + 1, f"{rows} rows run as {size}"
+
+
+@given(st.integers(1, 200_000))
+def test_token_buckets_hold_every_step_and_waste_little(most: int) -> None:
+    sizes = token_buckets(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for before, size in pairwise(sizes):
+        assert size <= before * 9 / 8
+
+
+@given(st.integers(1, 1100), st.data())
+def test_a_step_with_prompts_fits_its_bucket(running: int, data: st.DataObject) -> None:
+    step_tokens = data.draw(st.integers(max(running, 64), 20_000))
+    prompts = data.draw(st.integers(1, running))
+    decodes = data.draw(st.integers(0, running - prompts))
+    tokens = data.draw(st.integers(min(decodes + 2 * prompts, step_tokens), step_tokens))
+    rows = decodes + prompts
+    starts = np.array([*range(decodes + 1), *[tokens] * prompts], np.int32)
+    host: Any = SimpleNamespace(query_starts=starts, num_rows=rows, num_decodes=decodes)
+    bucket = PromptBuckets(running, step_tokens).find(host)
+    if bucket is None:
+        assert decodes + 16 > step_tokens / 2 or prompts > step_tokens / 128, "a step that fits is not captured"
+        return
+    assert tokens <= bucket.tokens <= step_tokens
+    assert decodes <= bucket.decodes <= running
+    assert prompts <= bucket.prompts <= running
+    # Hidden states of as many tokens as there are rows would be taken for all tokens; long rows must stay long beside short ones.
+    assert bucket.tokens > bucket.rows
+    assert bucket.tokens - bucket.decodes > 8
 
 
 @given(st.lists(st.sampled_from(["int32", "int64", "float32", "float64", "bool", "uint8"]), min_size=1, max_size=6))

@@ -190,6 +190,44 @@ def test_layout_of_random_plans(rows: list[tuple[int, int, int, bool]]) -> None:
     assert (plan.slots[inputs.samples.plan_rows] == inputs.samples.slots).all()
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 22), st.integers(0, 9), st.integers(0, 22)), min_size=1, max_size=6),
+    st.booleans(),
+)
+def test_decode_rows_are_laid_out_as_beside_a_prompt(rows: list[tuple[int, int, int]], shared: bool) -> None:
+    """The direct way of a step of decode rows against the general one, which a prompt's row behind them asks for."""
+    described: list[dict[str, Any]] = [
+        {"slot": slot, "start": start, "floor": floor, "write_floor": write}
+        for slot, (start, floor, write) in enumerate(rows)
+    ]
+    cascades = (Cascade(np.arange(len(rows), dtype=np.int32), 0, 8),) if shared and len(rows) > 1 else ()
+    prompt = {"slot": 6, "count": 2, "prefill": True, "samples": False}
+    buffer, tables = TokenBuffer(7, 24, "cpu"), np.arange(42, dtype=np.int32).reshape(7, 6)
+    alone, beside = (
+        plan_inputs(plan_of(plan, cascades=cascades), (GROUP,), lambda _: tables, buffer, {})
+        for plan in (described, [*described, prompt])
+    )
+    count = len(rows)
+    assert alone.host.num_decodes == beside.host.num_decodes == alone.host.num_rows == count
+    for name in ("slots", "seq_lens", "prefills", "floors", "write_floors", "keep_all"):
+        found, expected = getattr(alone.host, name), getattr(beside.host, name)[:count]
+        assert found.tolist() == expected.tolist(), name
+        assert found.dtype == expected.dtype, name
+    assert alone.host.query_starts.tolist() == beside.host.query_starts[: count + 1].tolist()
+    width = alone.host.block_tables["kv"].shape[1]
+    assert alone.host.block_tables["kv"].tolist() == beside.host.block_tables["kv"][:count, :width].tolist()
+    assert alone.host.logit_rows.tolist() == beside.host.logit_rows.tolist()
+    assert alone.positions.tolist() == beside.positions[:count].tolist()
+    assert alone.token_index.tolist() == beside.token_index[:count].tolist()
+    for name in ("plan_rows", "slots", "positions", "logits"):
+        found, expected = getattr(alone.samples, name), getattr(beside.samples, name)
+        assert found.tolist() == expected.tolist(), name
+        assert found.dtype == expected.dtype, name
+    assert [(c.rows.tolist(), c.tokens) for c in alone.cascades] == [
+        (c.rows.tolist(), c.tokens) for c in beside.cascades
+    ]
+
+
 def test_cascades_follow_their_rows_and_lose_those_that_verify() -> None:
     rows = [{"slot": 0, "start": 9, "count": 3, "drafts": 2}, *({"slot": i, "start": 9} for i in (1, 2, 3))]
     plan = plan_of(rows, cascades=(Cascade(np.array([0, 2, 3], np.int32), 2, 8),))

@@ -233,6 +233,74 @@ def test_step_inputs_unpacks_one_copy(live, rows, widths) -> None:
         assert place[2][start + rows * count] == -7
 
 
+RAGGED = ([1, 1, 0, 37, 2, 0, 129], [5], [0, 0, 1, 0], [1] * 70 + [300])
+"""Tokens of each row, empty ones included."""
+
+
+def ragged(counts: list[int]):
+    """query_starts, seq_lens and the row and position of every token."""
+    begins = [3 * row + row % 2 for row in range(len(counts))]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    lens = torch.tensor([begin + count for begin, count in zip(begins, counts, strict=True)])
+    tokens = [(row, begins[row] + nth) for row, count in enumerate(counts) for nth in range(count)]
+    return starts.to(DEVICE, torch.int32), lens.to(DEVICE, torch.int32), tokens
+
+
+@pytest.mark.parametrize("counts", RAGGED)
+@pytest.mark.parametrize(("first", "length"), [(0, 7), (2, 1), (1, 64)])
+def test_pieces_are_the_rows_in_order(counts, first, length) -> None:
+    first = min(first, len(counts) - 1)
+    starts, lens, tokens = ragged(counts)
+    before = sum(counts[:first])
+    for room in (0, 9):
+        found = kernels.cut_rows(starts, lens, first=first, length=length, tokens=len(tokens) - before + room)
+        assert len(found.rows) == (len(tokens) - before + room) // length + len(counts) - first
+        begins, sizes = found.starts.tolist(), found.starts.diff().tolist()
+        assert (begins[0], begins[-1]) == (before, len(tokens))
+        assert 0 <= min(sizes) <= max(sizes) <= length
+        for begin, size, end, row in zip(begins, sizes, found.lengths.tolist(), found.rows.tolist(), strict=False):
+            if size:
+                assert tokens[begin : begin + size] == [(row, end - size + nth) for nth in range(size)]
+        assert sum(size > 0 for size in sizes) == sum(-(-count // length) for count in counts[first:])
+
+
+@pytest.mark.parametrize("counts", RAGGED)
+def test_slots_of_ragged_rows(counts) -> None:
+    starts, lens, tokens = ragged(counts)
+    table = torch.randint(1, 99, (len(counts), 200))
+    floors = torch.arange(len(counts)) * 2
+    given = starts, lens, floors.to(DEVICE, torch.int32), table.to(DEVICE, torch.int32)
+    want = [int(table[r, p // 4]) * 4 + p % 4 if p >= floors[r] else -1 for r, p in tokens]
+    found = kernels.cache_slots(*given, block=4, tokens=len(tokens) + 3, max_queries=max(counts))
+    assert found[: len(tokens)].tolist() == want
+    if max(counts) > 1:
+        assert found[len(tokens) :].tolist() == [-1] * 3
+
+
+@pytest.mark.parametrize("counts", RAGGED)
+def test_ragged_inputs_are_read_by_row(counts) -> None:
+    (starts, lens, tokens), rows, capacity, widths = ragged(counts), len(counts), 600, (2, 0, 130)
+    slots = torch.randperm(rows + 2)[:rows]
+    scratch = (rows + 2) * capacity
+    flat = torch.randperm(scratch + 1)
+    given = [torch.randint(1, 99, (rows, width)) for width in widths]
+    columns = [width + 3 for width in widths]
+    begins = torch.tensor([0, *(rows * count + 1 for count in columns)]).cumsum(0).tolist()
+    layout, tables = torch.tensor(list(zip(begins, columns, strict=False))), torch.full((begins[-1],), -7)
+    packed = torch.cat([*(table.flatten() for table in given), torch.full((5,), 77)])
+    place = [t.to(DEVICE, torch.int32) for t in (slots, flat, torch.tensor(widths), packed, layout, tables)]
+    ids, positions = kernels.ragged_inputs(
+        starts, lens, *place, tokens=len(tokens) + 4, capacity=capacity, scratch=scratch
+    )
+    assert positions.tolist() == [*(p for _, p in tokens), 0, 0, 0, 0]
+    assert ids.tolist() == [*(int(flat[slots[r] * capacity + p]) for r, p in tokens), *[int(flat[scratch])] * 4]
+    for begin, count, width, table in zip(begins, columns, widths, given, strict=False):
+        expected = torch.full((rows, count), -7)
+        expected[:, :width] = table
+        assert place[-1][begin : begin + rows * count].view(rows, count).tolist() == expected.tolist()
+        assert place[-1][begin + rows * count] == -7
+
+
 @pytest.mark.parametrize(("fmt", "n", "heads"), [("mxfp4", 128, 5), ("fp8", 64, 2), ("nvfp4", 32, 33)])
 def test_rope_round_is_a_record_written_and_read_back(fmt, n, heads) -> None:
     t, pairs = 3, 8

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         library_reason,
         library_table,
     )
-    from .llama import MarkovStep, arrivals, markov_step, paged_gqa, rope_gqa
+    from .llama import MarkovStep, arrivals, cut_for, markov_step, paged_gqa, rope_gqa
     from .llama_rows import argmax, cache_slots, llama_norm, rope_insert, silu_mul
     from .mhc import HyperMix, MhcStep, mhc_collapse, mhc_post, mhc_pre, mhc_step
     from .microscaled import MxLinear, dequantize, mx_linear
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .parallel import ExpertParallel
     from .peers import PeerParallel, peer_reason
     from .providers import MeasuredChoice, find_library
+    from .ragged import Pieces, cut_rows, ragged_inputs
     from .records import (
         kv_gather,
         kv_insert,
@@ -76,12 +77,16 @@ _LAZY = {
     "apply_bitmask": "sampling",
     "markov_step": "llama",
     "arrivals": "llama",
+    "cut_for": "llama",
     "paged_gqa": "llama",
     "rope_gqa": "llama",
     "argmax": "llama_rows",
     "Weighed": "dense",
     "dense_linear": "dense",
     "weighed_like": "dense",
+    "Pieces": "ragged",
+    "cut_rows": "ragged",
+    "ragged_inputs": "ragged",
     "cache_slots": "llama_rows",
     "llama_norm": "llama_rows",
     "rope_insert": "llama_rows",
@@ -155,6 +160,7 @@ __all__ = [
     "MxWeights",
     "PackedExperts",
     "PeerParallel",
+    "Pieces",
     "RecordFormat",
     "UnsupportedDeviceError",
     "Verification",
@@ -168,6 +174,8 @@ __all__ = [
     "capability_table",
     "clamped_swiglu",
     "compress",
+    "cut_for",
+    "cut_rows",
     "dense_linear",
     "dequantize",
     "device_arch",
@@ -203,6 +211,7 @@ __all__ = [
     "peer_reason",
     "pool_groups",
     "prepare_experts",
+    "ragged_inputs",
     "rms_norm",
     "rope",
     "rope_gqa",

@@ -101,6 +101,8 @@ OPS: dict[str, OpSupport] = {
     "pool_groups": OpSupport(_PORTABLE),
     "clamped_swiglu": OpSupport(_PORTABLE),
     "cache_slots": OpSupport(_PORTABLE),
+    "cut_rows": OpSupport(_PORTABLE),
+    "ragged_inputs": OpSupport(_PORTABLE),
     "llama_norm": OpSupport(_PORTABLE),
     "rope_insert": OpSupport(_PORTABLE),
     "silu_mul": OpSupport(_PORTABLE),

@@ -26,6 +26,7 @@ class Cut:
         splits: Most parts of a sequence's keys.
         least: Steps of keys that are worth a part.
         ahead: Read pages a step ahead.
+        full: Take keys that all queries of a block see in a loop of their own, without masks; not with `ahead`.
     """
 
     rows: int
@@ -35,17 +36,24 @@ class Cut:
     splits: int = 1
     least: int = 4
     ahead: bool = True
+    full: bool = False
+
+    def queries(self, group: int) -> int:
+        """Queries of a sequence that a block takes, with `group` heads each."""
+        return self.rows // group
 
 
 def cut_for(sequences: int, kv_heads: int, group: int, width: int, longest: int, dtype: torch.dtype) -> Cut:
     """The cut that was fastest on an H200 (2026-11-30) for sequences of at most `longest` queries each.
 
+    Prompts of 32 x 512 (full: 63.9 us, 63.2 without), 8 x 2,048 (162.5, 174.8) and 256 x 64 behind 512 (128.7, 131.1).
     Decode was measured with SmolLM2's heads (9 over 3 of 64: 16, 64, 256 and 1,000 sequences of 576 to 2,048 keys, one of
     8,192) and an 8B model's (32 over 8 of 128: 64 of 2,048, one of 8,192).
     """
     keys = 32 if dtype == torch.float32 else 64
     if longest > 8:
-        return Cut(max(_power(group), keys), keys, stages=2)
+        full = width <= 64 and dtype != torch.float32
+        return Cut(max(_power(group), keys), keys, stages=2, ahead=not full, full=full)
     rows = max(_power(group), 16)
     units = sequences * kv_heads * -(-longest // (rows // group))
     if units <= 16:
@@ -188,7 +196,7 @@ def _attend(
     group = heads // kv_heads
     cut = cut_for(sequences, kv_heads, group, d, max_queries, q.dtype) if cut is None else cut
     require(cut.rows >= group, lambda: f"a cut of {cut.rows} rows; a group has {group} heads")
-    bq = cut.rows // group
+    bq = cut.queries(group)
     tiles = -(-max_queries // bq)
     partial = lse = out
     if cut.splits > 1:
@@ -204,7 +212,7 @@ def _attend(
         query_starts, seq_lens, rope, slots, out, out.stride(0), out.stride(1), partial, lse, arrived, scale * _LOG2E,
         cut.splits, GROUP=group, M=cut.rows, BQ=bq, BLOCK=block, BN=cut.keys, WIDTH=d, D=max(16, _power(d)),
         QUERIES=queries, ROWS=_power(queries * group), S=_power(cut.splits), LEAST=cut.least,
-        INSERT=rope is not None, AHEAD=cut.ahead,
+        INSERT=rope is not None, AHEAD=cut.ahead, FULL=cut.full and not cut.ahead,
         num_warps=cut.warps, num_stages=cut.stages, **overlap(q.device),
     )  # fmt: skip
     return out

@@ -30,23 +30,28 @@ def cache_slots(
         write_floors: int32 [R]; positions below it get slot -1.
         block_table: int32 [R, columns], last dimension contiguous.
         block: positions of a block.
-        tokens: T, tokens of all chunks.
+        tokens: T, tokens of all chunks, or more: those past the last chunk get slot -1, if chunks may have several tokens.
         max_queries: tokens of the longest chunk.
 
     Returns:
         int64 [T].
     """
     from .kernels.llama_rows import cache_slots_kernel
+    from .kernels.ragged import ragged_slots_kernel
 
     require_inner("block_table", block_table)
     require_same_device(query_starts, seq_lens, write_floors, block_table)
     slots = torch.empty(tokens, dtype=torch.int64, device=block_table.device)
     rows = seq_lens.shape[0]
-    if tokens and rows:
-        bt = min(128, _power(max_queries))
-        cache_slots_kernel[(rows, -(-max_queries // bt))](
-            query_starts, seq_lens, write_floors, block_table, block_table.stride(0), slots, BLOCK=block, BT=bt,
-            num_warps=1, **overlap(slots.device),
+    if tokens and rows and max_queries == 1:
+        cache_slots_kernel[(rows,)](
+            query_starts, seq_lens, write_floors, block_table, block_table.stride(0), slots, BLOCK=block, num_warps=1,
+            **overlap(slots.device),
+        )  # fmt: skip
+    elif tokens and rows:
+        ragged_slots_kernel[(-(-tokens // 128),)](
+            query_starts, seq_lens, write_floors, block_table, block_table.stride(0), slots, rows, tokens,
+            rows.bit_length(), BLOCK=block, BT=128, num_warps=4, **overlap(slots.device),
         )  # fmt: skip
     return slots
 

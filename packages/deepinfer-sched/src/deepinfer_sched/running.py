@@ -18,21 +18,27 @@ class RunningSet:
     Attributes:
         state: numbers by slot.
         sequences: by rank, the one to preempt last.
-        slots: int32, slots of `sequences` in the same order.
         changes: grows whenever a slot changes hands.
     """
 
     def __init__(self, max_running: int) -> None:
         self.state = SlotState(max_running)
         self.sequences: list[Sequence] = []
-        self.slots = np.zeros(0, np.int32)
         self.changes = 0
+        self._slots: np.ndarray | None = None
         self._by_slot: dict[int, Sequence] = {}
         self._free = list(range(max_running - 1, -1, -1))
         self._fenced: deque[tuple[int, int]] = deque()  # (last step that has a row of it, slot)
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    @property
+    def slots(self) -> np.ndarray:
+        """int32, slots of `sequences` in the same order."""
+        if self._slots is None:
+            self._slots = np.array([seq.slot for seq in self.sequences], np.int32)
+        return self._slots
 
     @property
     def has_slot(self) -> bool:
@@ -75,7 +81,7 @@ class RunningSet:
             self._free.append(self._fenced.popleft()[1])
 
     def _changed(self) -> None:
-        self.slots = np.array([seq.slot for seq in self.sequences], np.int32)
+        self._slots = None  # made again when it is asked for: many sequences come and go between two steps
         self.changes += 1
 
 

@@ -16,7 +16,7 @@ from deepinfer_sched.errors import SchedError, SequenceError
 from deepinfer_sched.limits import check_sequence, last_length
 from deepinfer_sched.prefixes import PrefixWork
 from deepinfer_sched.running import RunningSet
-from deepinfer_sched.sequence import Sequence, Status
+from deepinfer_sched.sequence import Sequence, Status, append_tokens
 from deepinfer_sched.step import StepPlan
 from deepinfer_sched.waiting import WaitingQueue
 
@@ -339,14 +339,7 @@ class Scheduler:
         stops: np.ndarray | None,
     ) -> list[Sequence]:
         """Append each row's tokens; return the sequences that are complete with them."""
-        for row, (seq, number, first) in enumerate(
-            zip(sequences, num_tokens.tolist(), token_ids[:, 0].tolist(), strict=True)
-        ):
-            if number and seq.status is not Status.FINISHED:
-                if number == 1:
-                    seq.tokens.append(first)
-                else:
-                    seq.tokens.extend(token_ids[row, :number].tolist())
+        append_tokens(sequences, token_ids, num_tokens)
         here = self.state.seq_ids[plan.slots] == plan.seq_ids
         self.state.take(plan, here & plan.samples, num_tokens)
         # Preempted sequences have no numbers in `state`: they are looked at one by one.

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+_FINISHED = Status.FINISHED
 
 
 @dataclass(slots=True, eq=False)
@@ -70,3 +75,21 @@ class Sequence:
     def rank(self) -> tuple[int, int, int]:
         """Sort key: who runs first, and who is preempted last."""
         return (0, 0, self.order) if self.promoted else (1, self.priority, self.order)
+
+
+def append_tokens(sequences: list[Sequence], token_ids: np.ndarray, num_tokens: np.ndarray) -> None:
+    """Give each sequence the first tokens of its row, unless it has finished meanwhile.
+
+    Args:
+        sequences: R of them.
+        token_ids: int [R, k].
+        num_tokens: int [R], how many count.
+    """
+    if (num_tokens == 1).all():  # by far the most steps
+        for seq, first in zip(sequences, token_ids[:, 0].tolist(), strict=True):
+            if seq.status is not _FINISHED:
+                seq.tokens.append(first)
+        return
+    for row, (seq, number) in enumerate(zip(sequences, num_tokens.tolist(), strict=True)):
+        if number and seq.status is not _FINISHED:
+            seq.tokens.extend(token_ids[row, :number].tolist())

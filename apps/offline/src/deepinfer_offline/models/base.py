@@ -300,6 +300,22 @@ class Capturable(Protocol):
 
 
 @runtime_checkable
+class CapturesPrompts(Protocol):
+    """A model whose steps with prompts can be captured as CUDA graphs too.
+
+    `forward` is then called with a batch whose tensors stay where they are and whose `host` carries shapes and upper bounds only,
+    as for `Capturable`. Beyond what `TakesBounds` allows, some rows may be empty on the device, those of one token among them,
+    and tokens behind the last row belong to none: whatever is computed of them is not read, and nothing of them is written to
+    the cache.
+    """
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether it is so with the ops that were chosen."""
+        ...
+
+
+@runtime_checkable
 class Model(Protocol):
     """A loaded model. `forward` writes the cache in place; everything else is a query."""
 

@@ -58,13 +58,14 @@ def paged_gqa_kernel(
     arrived, scale_log2, splits,
     GROUP: tl.constexpr, M: tl.constexpr, BQ: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
     WIDTH: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, S: tl.constexpr, LEAST: tl.constexpr,
-    INSERT: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr = False,
+    INSERT: tl.constexpr, AHEAD: tl.constexpr, FULL: tl.constexpr = False, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (query tiles * splits, kv heads, sequences), splits <= S. A tile's M rows are BQ tokens x GROUP heads of a kv head.
 
     A split takes at least LEAST blocks of BN keys. The last one to arrive sums up what all have left. INSERT: sequences have
     one token, q is followed by its keys and values; queries and key are rotated, key and value written to their slot. AHEAD reads
-    pages a step ahead, so that keys and values are on their way early; it takes registers.
+    pages a step ahead, so that keys and values are on their way early; it takes registers. FULL, without AHEAD: blocks of keys
+    that every query of the tile sees come in a loop of their own, without masks.
     """
     begin(PDL)
     tile, split = tl.program_id(0), 0
@@ -116,6 +117,33 @@ def paged_gqa_kernel(
         m = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, D], tl.float32)
+        if FULL:
+            full = tl.minimum(tl.maximum((length - count + tile * BQ + 1) // BN, first), end)
+            for block in range(first, full):
+                key = block * BN + tl.arange(0, BN)
+                page = tl.load(table_row + key // BLOCK)
+                inner = (key % BLOCK).to(tl.int64)
+                p64 = page.to(tl.int64)
+                k_ptr = (
+                    keys + (p64 * k_stride_b + inner * k_stride_r)[:, None] + kv_head * k_stride_h + channel[None, :]
+                )
+                v_ptr = (
+                    values + (p64 * v_stride_b + inner * v_stride_r)[:, None] + kv_head * v_stride_h + channel[None, :]
+                )
+                if WIDTH == D:
+                    k_tile = tl.load(k_ptr)
+                    v_tile = tl.load(v_ptr)
+                else:
+                    k_tile = tl.load(k_ptr, mask=(channel < WIDTH)[None, :], other=0.0)
+                    v_tile = tl.load(v_ptr, mask=(channel < WIDTH)[None, :], other=0.0)
+                logits = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+                m_new = tl.maximum(m, tl.max(logits, 1))
+                p = tl.exp2(logits - m_new[:, None])
+                alpha = tl.exp2(m - m_new)
+                total = total * alpha + tl.sum(p, 1)
+                acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
+                m = m_new
+            first = full
         for block in range(first, end):
             if not AHEAD:
                 key = block * BN + tl.arange(0, BN)

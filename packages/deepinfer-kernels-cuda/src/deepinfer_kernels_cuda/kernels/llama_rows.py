@@ -12,20 +12,15 @@ from .dependent import begin
 
 @triton.jit
 def cache_slots_kernel(query_starts, seq_lens, write_floors, table, table_stride, slots, BLOCK: tl.constexpr,
-                       BT: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
-    """Grid (sequences, token tiles): flat cache slot of every token, -1 below the sequence's write floor."""
+                       PDL: tl.constexpr = False):  # fmt: skip
+    """Grid (sequences,) of at most a token each: its flat cache slot, -1 below the sequence's write floor."""
     begin(PDL)
     sequence = tl.program_id(0)
     start = tl.load(query_starts + sequence)
-    count = tl.load(query_starts + sequence + 1) - start
-    token = tl.program_id(1) * BT + tl.arange(0, BT)
-    inside = token < count
-    position = tl.load(seq_lens + sequence) - count + token
-    entry = table + sequence.to(tl.int64) * table_stride + position // BLOCK
-    page = tl.load(entry, mask=inside, other=0).to(tl.int64)
-    slot = page * BLOCK + position % BLOCK
-    slot = tl.where(position >= tl.load(write_floors + sequence), slot, -1)
-    tl.store(slots + start + token, slot, mask=inside)
+    position = tl.load(seq_lens + sequence) - 1
+    page = tl.load(table + sequence.to(tl.int64) * table_stride + position // BLOCK).to(tl.int64)
+    slot = tl.where(position >= tl.load(write_floors + sequence), page * BLOCK + position % BLOCK, -1)
+    tl.store(slots + start, slot, mask=tl.load(query_starts + sequence + 1) > start)
 
 
 @triton.jit

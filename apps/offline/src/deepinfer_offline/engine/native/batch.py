@@ -90,6 +90,8 @@ def plan_inputs(
         tokens: the token buffer (for its shape only).
         prompt_logprobs: slot -> (prompt length, likeliest tokens to report) of sequences that want them.
     """
+    if plan.ahead is None and not plan.prefills.any() and (plan.counts == 1).all() and plan.samples.all():
+        return _decode_inputs(plan, groups, tables, tokens)
     counts = plan.counts if plan.ahead is None else _counts_ahead(plan, plan.ahead.budget)
     order = np.argsort(counts != 1, kind="stable") if plan.ahead is None else np.arange(plan.num_rows)
     starts, counts, slots = plan.starts[order], counts[order], plan.slots[order]
@@ -121,6 +123,34 @@ def plan_inputs(
         cascades=_batch_cascades(plan, order) if plan.ahead is None else (),
         samples=_sample_rows(order, host, wanted, positions),
         prompts=_prompt_rows(host, positions, prompt_logprobs),
+    )
+
+
+def _decode_inputs(
+    plan: StepPlan, groups: Sequence[CacheGroup], tables: TableSource, tokens: TokenBuffer
+) -> StepInputs:
+    """`plan_inputs` of rows that compute one token each and draw the next: nothing has to be ordered or cut."""
+    rows = np.arange(plan.num_rows)
+    positions, seq_lens = plan.starts.astype(np.int64), plan.starts + 1
+    host = HostBatch(
+        query_starts=np.arange(plan.num_rows + 1, dtype=np.int32),
+        seq_lens=seq_lens,
+        slots=plan.slots,
+        prefills=plan.prefills,
+        floors=plan.floors,
+        write_floors=plan.write_floors,
+        keep_all=np.zeros(plan.num_rows, bool),
+        logit_rows=rows,
+        block_tables={group.name: _table_rows(tables(group.name), group, plan.slots, seq_lens) for group in groups},
+        num_decodes=plan.num_rows,
+    )
+    return StepInputs(
+        host=host,
+        positions=positions,
+        token_index=tokens.flat_index(plan.slots, positions),
+        cascades=_batch_cascades(plan, rows),
+        samples=SampleRows(rows, plan.slots.astype(np.int64), positions + 1, rows),
+        prompts=(),
     )
 
 

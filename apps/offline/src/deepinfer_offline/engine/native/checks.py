@@ -23,7 +23,8 @@ def check_request(
     if params.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer; this model has none: use stop_token_ids", param="stop")
     for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
-        _check_ids(name, np.fromiter(ids, np.int64, len(ids)), info.vocab_size)
+        if ids:
+            _check_ids(name, np.fromiter(ids, np.int64, len(ids)), info.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name)
         if wanted is not None and wanted > info.vocab_size:
@@ -61,10 +62,11 @@ def _check_prompt(request: Request, info: EngineInfo, image_token_id: int | None
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    if int(ids.view(np.uint64).max()) < vocab_size:  # a negative id is a large number there
+        return
     bad = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(bad):
-        raise RequestError(
-            f"{name} has token id {int(bad[0])}; this model's ids are 0 to {vocab_size - 1}",
-            code="invalid_value",
-            param=name,
-        )
+    raise RequestError(
+        f"{name} has token id {int(bad[0])}; this model's ids are 0 to {vocab_size - 1}",
+        code="invalid_value",
+        param=name,
+    )

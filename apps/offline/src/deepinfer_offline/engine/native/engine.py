@@ -22,6 +22,7 @@ from deepinfer_offline.engine.native.masks import MaskMaker, StepMasks
 from deepinfer_offline.engine.native.outputs import FactsReader, completion, failed, finished, read_prompt
 from deepinfer_offline.engine.native.parts import Parts
 from deepinfer_offline.engine.native.plain_rows import PlainRows
+from deepinfer_offline.engine.native.runner import NewSequence
 from deepinfer_offline.engine.native.scoring import score_sequence
 from deepinfer_offline.sampling.params import SamplingParams
 
@@ -39,6 +40,10 @@ class _Airborne:
 
     flight: Flight
     masks: StepMasks
+
+
+_Ended = tuple[Answer, End | Exception]
+"""An answer that the engine has forgotten, and why it ended."""
 
 
 class NativeEngine:
@@ -119,17 +124,29 @@ class NativeEngine:
     # --- the loop --------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Launch what can be launched, then take the results of the oldest step; return what finished."""
+        """Launch what can be launched, then take the results of the oldest step; return what finished.
+
+        Where answers ended, the next step is launched before they are made up: it may take what they held, and its device
+        should not wait for texts.
+        """
         self._start_compiled()
-        while (plan := self._plan()) is not None:
-            self._launch(plan)
+        self._launch_planned()
         if self._airborne:
-            self._land()
+            ended = self._land()
+            try:
+                if ended and self._parts.ahead > 1:
+                    self._launch_planned()
+            finally:
+                self._end_all(ended)
         elif self._compiling and not self._finished:
             wait(list(self._compiling.values()), return_when=FIRST_COMPLETED)
             self._start_compiled()
         done, self._finished = self._finished, []
         return done
+
+    def _launch_planned(self) -> None:
+        while (plan := self._plan()) is not None:
+            self._launch(plan)
 
     def _plan(self) -> StepPlan | None:
         """The next step; None when one in flight must land first, or there is nothing to run.
@@ -154,15 +171,15 @@ class NativeEngine:
 
     def _launch(self, plan: StepPlan) -> None:
         runner = self._parts.runner
-        for seq_id in plan.admitted:
-            self._load(self._answers[seq_id])
+        if plan.admitted:
+            runner.add_sequences([self._load(self._answers[seq_id]) for seq_id in plan.admitted])
         masks = self._masks.step(plan)
         if not self._airborne:
             masks.open()
         self._airborne.append(_Airborne(runner.launch(plan, masks if masks.needed else None), masks))
 
-    def _load(self, answer: Answer) -> None:
-        """Put an admitted sequence's ids and parameters into its slot, in the order of the steps."""
+    def _load(self, answer: Answer) -> NewSequence:
+        """What an admitted sequence puts into its slot, in the order of the steps: ids and parameters."""
         parts, group, seq = self._parts, answer.group, answer.seq
         params = group.request.params
         fill = partial(
@@ -177,22 +194,24 @@ class NativeEngine:
         wanted = params.prompt_logprobs if answer.index == 0 else None
         top = None if wanted is None else (parts.info.vocab_size if wanted < 0 else wanted)
         prompt = None if top is None else (seq.num_prompt, top)
-        parts.runner.add_sequence(seq.slot, seq.tokens, prompt_logprobs=prompt, before=fill)
         self._plain.load(answer)
         if group.cached_tokens < 0:
             group.cached_tokens = seq.cached_tokens
             self._stats.prompt_tokens += seq.num_prompt
             self._stats.cached_tokens += seq.cached_tokens
+        return NewSequence(seq.slot, seq.tokens, prompt, fill)
 
-    def _land(self) -> None:
+    def _land(self) -> list[_Ended]:
         """Take the oldest step's results: tokens to answers, ends to the scheduler; then open the next step's masks.
+
+        Returns the answers that ended, for `_end_all`.
 
         An interrupt while it waits changes nothing: the step is taken by the next call.
         """
         try:
             result = self._parts.runner.collect(self._airborne[0].flight)
             self._airborne.popleft()
-            self._apply(result)
+            ended = self._apply(result)
         except Exception:
             self._open_masks()
             raise
@@ -200,19 +219,20 @@ class NativeEngine:
             self._airborne[0].masks.open()
         if self._parts.store is not None:
             self._parts.store.save()
+        return ended
 
     def _land_all(self) -> None:
         while self._airborne:
-            self._land()
+            self._end_all(self._land())
 
-    def _apply(self, result: StepResult) -> None:
+    def _apply(self, result: StepResult) -> list[_Ended]:
         plan = result.plan
         self._take_prompts(result)
         facts = FactsReader(result.logprobs, result.draw_rows)
         going_on = self._plain.going_on(result)
         numbers, stops = result.num_tokens.copy(), np.zeros(plan.num_rows, np.bool_)
         used = going_on.astype(numbers.dtype)
-        ended: list[tuple[Answer, End | Exception]] = []
+        ended: list[_Ended] = []
         for row in np.flatnonzero((numbers > 0) & ~going_on).tolist():
             seq_id = int(plan.seq_ids[row])
             answer = self._answers.get(seq_id)
@@ -226,12 +246,13 @@ class NativeEngine:
                 ended.append((answer, end))
         self._stats.generated_tokens += int(used.sum())
         self._parts.scheduler.apply(plan, result.token_ids, numbers, stops)
-        for answer, end in ended:
-            self._end(answer, end)
+        for answer, _ in ended:
+            self._forget(answer.seq.seq_id)
         said = replace(result, num_tokens=used)  # what rows of ended answers drew is no gain
         count_step(self._stats, said)
         if self._parts.speculation is not None:
             self._parts.speculation.landed(said, self._answers)
+        return ended
 
     def _take(
         self, answer: Answer, seq_id: int, tokens: Sequence[int], facts: Callable[[int], Any]
@@ -283,8 +304,11 @@ class NativeEngine:
         self._next_seq += len(answers)
         group.answers.extend(answers)
 
+    def _end_all(self, ended: Sequence[_Ended]) -> None:
+        for answer, end in ended:
+            self._end(answer, end)
+
     def _end(self, answer: Answer, end: End | Exception) -> None:
-        self._forget(answer.seq.seq_id)
         group = answer.group
         if self._groups.get(group.request.request_id) is not group:
             return  # another of its answers failed in this step

@@ -17,9 +17,12 @@ from typing import Any
 import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
+from deepinfer_offline.engine.native.capture import Recorder
+from deepinfer_offline.engine.native.prompt_graphs import PromptGraphs
+from deepinfer_offline.engine.native.replayed import Replayed
 from deepinfer_offline.engine.native.step_buffers import StepBuffers
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import Capturable, Model
+from deepinfer_offline.models.base import Capturable, CapturesPrompts, Model
 from deepinfer_offline.ops.cuda.support import kernels
 
 _LOG = logging.getLogger(__name__)
@@ -33,19 +36,6 @@ def row_buckets(most: int) -> list[int]:
     sizes = [size for size in _SMALL if size < most]
     sizes += list(range(_SMALL[-1] + _STEP, most, _STEP))
     return [*sizes, most]
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """What a replay leaves. Both are overwritten by the next one, in the order of the stream.
-
-    Attributes:
-        logits: float32 [n, vocab], of the step's rows.
-        likeliest: int64 [n], the lowest index of each row's maximum; written to the token buffer already.
-    """
-
-    logits: torch.Tensor
-    likeliest: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +53,17 @@ class DecodeGraphs:
         model: takes no decision from the host in a captured step.
         cache: of the model.
         tokens: the token buffer.
+        recorder: records graphs.
     """
 
-    def __init__(self, model: Model, cache: Any, tokens: TokenBuffer) -> None:
+    def __init__(self, model: Model, cache: Any, tokens: TokenBuffer, recorder: Recorder) -> None:
         assert isinstance(model, Capturable), f"{type(model).__name__} cannot be captured"
         self._model, self._cache, self._tokens = model, cache, tokens
         self._limits = model
         self._device = model.options.device
         self._buckets = row_buckets(model.options.max_running)
         self._captured: dict[tuple[int, int], _Captured] = {}
-        self._stream = torch.cuda.Stream(self._device)
-        self._pool: Any = None
+        self._recorder = recorder
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -105,18 +95,7 @@ class DecodeGraphs:
         """Capture a step of `size` rows of at most `limit` positions."""
         start = time.perf_counter()
         buffers = StepBuffers.of(self._model.facts.cache_groups, size, limit, self._device)
-        torch.cuda.current_stream(self._device).synchronize()
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
-                self._step(buffers)
-            self._stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                logits, likeliest = self._step(buffers)
-            finally:
-                graph.capture_end()
-            self._pool = self._pool or graph.pool()
+        graph, (logits, likeliest) = self._recorder.record(lambda: self._step(buffers), warm_ups=_WARM_UPS)
         _LOG.info("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - start)
         return _Captured(graph, buffers, logits, likeliest)
 
@@ -127,8 +106,29 @@ class DecodeGraphs:
         return logits, kernels().argmax(logits, flat=self._tokens.flat, where=target)
 
 
-def make_graphs(model: Model, cache: Any, tokens: TokenBuffer) -> DecodeGraphs | None:
+class StepGraphs:
+    """All captured steps of a model.
+
+    Args:
+        model: can be captured.
+        cache: of the model.
+        tokens: the token buffer.
+    """
+
+    def __init__(self, model: Model, cache: Any, tokens: TokenBuffer) -> None:
+        recorder = Recorder(model.options.device)
+        self.decodes = DecodeGraphs(model, cache, tokens, recorder)
+        takes_prompts = isinstance(model, CapturesPrompts) and model.captures_prompts
+        self.prompts = PromptGraphs(model, cache, tokens, recorder) if takes_prompts else None
+
+    def run(self, inputs: StepInputs) -> Replayed | None:
+        """Enqueue the step; None when it is not one that a graph can serve."""
+        found = self.decodes.run(inputs)
+        return self.prompts.run(inputs) if found is None and self.prompts is not None else found
+
+
+def make_graphs(model: Model, cache: Any, tokens: TokenBuffer) -> StepGraphs | None:
     """Graphs for a model that can be captured on its device, else None."""
     if torch.device(model.options.device).type != "cuda" or not isinstance(model, Capturable) or kernels() is None:
         return None
-    return DecodeGraphs(model, cache, tokens)
+    return StepGraphs(model, cache, tokens)

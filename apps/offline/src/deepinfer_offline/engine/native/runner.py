@@ -56,6 +56,23 @@ class Flight:
 
 
 @dataclass(frozen=True, slots=True)
+class NewSequence:
+    """What a slot is loaded with.
+
+    Attributes:
+        slot: from `Sequence.slot`.
+        token_ids: ids from position 0: the prompt, and generated ones when it resumes.
+        prompt_logprobs: (prompt length, likeliest tokens to report) to get log-probabilities of prompt tokens.
+        before: also run in the step's thread, e.g. to fill the slot's row of the sampling table.
+    """
+
+    slot: int
+    token_ids: Sequence[int]
+    prompt_logprobs: tuple[int, int] | None = None
+    before: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Enqueued:
     """A step whose work is enqueued; on a CPU it is also done.
 
@@ -137,31 +154,25 @@ class ModelRunner:
     # --- sequences -------------------------------------------------------------------------------------------
 
     def add_sequence(
-        self,
-        slot: int,
-        token_ids: Sequence[int],
-        *,
-        prompt_logprobs: tuple[int, int] | None = None,
-        before: Callable[[], Any] | None = None,
+        self, slot: int, token_ids: Sequence[int], *, prompt_logprobs: tuple[int, int] | None = None
     ) -> None:
-        """Load a sequence's known ids (prompt, and generated ones when it resumes) into its slot.
+        """Load a sequence's known ids into its slot: see `NewSequence` and `add_sequences`."""
+        self.add_sequences([NewSequence(slot, token_ids, prompt_logprobs)])
 
-        Args:
-            slot: from `Sequence.slot`, free in every step launched from now on.
-            token_ids: ids from position 0.
-            prompt_logprobs: (prompt length, likeliest tokens to report) to get log-probabilities of prompt tokens.
-            before: also run in the step's thread, e.g. to fill the slot's row of the sampling table.
-        """
-        if prompt_logprobs is None:
-            self._prompt_logprobs.pop(slot, None)
-        else:
-            self._prompt_logprobs[slot] = prompt_logprobs
-        ids = np.array(token_ids, np.int32)
+    def add_sequences(self, sequences: Sequence[NewSequence]) -> None:
+        """Load what is known of sequences into their slots, which are free in every step launched from now on."""
+        for new in sequences:
+            if new.prompt_logprobs is None:
+                self._prompt_logprobs.pop(new.slot, None)
+            else:
+                self._prompt_logprobs[new.slot] = new.prompt_logprobs
+        rows = [(new.slot, 0, np.array(new.token_ids, np.int32)) for new in sequences]
 
         def write() -> None:
-            self.tokens.write(slot, 0, ids)
-            if before is not None:
-                before()
+            self.tokens.write_rows(rows)
+            for new in sequences:
+                if new.before is not None:
+                    new.before()
 
         self._check(self._worker.submit(write))
 

@@ -28,10 +28,20 @@ class TokenBuffer:
 
     def write(self, slot: int, position: int, token_ids: Sequence[int] | np.ndarray) -> None:
         """Put ids at `position` and after. Raises ValueError if they do not fit."""
-        ids = np.asarray(token_ids, np.int32)
-        if position < 0 or position + len(ids) > self.capacity:
-            raise ValueError(f"{len(ids)} ids at position {position} do not fit a buffer of {self.capacity} positions")
-        self.data[slot, position : position + len(ids)] = upload([ids], self.data.device)[0]
+        self.write_rows([(slot, position, np.asarray(token_ids, np.int32))])
+
+    def write_rows(self, rows: Sequence[tuple[int, int, np.ndarray]]) -> None:
+        """The same for several slots (slot, position, ids int32) with one copy. Raises ValueError if any does not fit."""
+        for _, position, ids in rows:
+            if position < 0 or position + len(ids) > self.capacity:
+                raise ValueError(
+                    f"{len(ids)} ids at position {position} do not fit a buffer of {self.capacity} positions"
+                )
+        if not rows:
+            return
+        places = [slot * self.capacity + position + np.arange(len(ids)) for slot, position, ids in rows]
+        index, ids = upload([np.concatenate(places), np.concatenate([ids for _, _, ids in rows])], self.data.device)
+        self.flat[index] = ids
 
     def flat_index(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int64 index into the flattened buffer."""

@@ -98,6 +98,11 @@ class LlamaModel:
         return self.options.max_model_len if captures else None
 
     @property
+    def captures_prompts(self) -> bool:
+        """See `deepinfer_offline.models.base.CapturesPrompts`: attention that takes bounds is all it needs."""
+        return self.capture_limit(1) is not None and self.takes_bounds
+
+    @property
     def takes_bounds(self) -> bool:
         """See `deepinfer_offline.models.base.TakesBounds`: whether the attention does; nothing else looks at lengths."""
         return getattr(self.ops.attention, "takes_bounds", False)
@@ -157,7 +162,8 @@ class LlamaModel:
             weights += config.vocab_size * config.hidden_size * size  # packed again as the output head
         tokens, rows = options.max_step_tokens, options.max_running
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
-        workspace = tokens * widths * size + rows * config.vocab_size * (4 + size) * 2
+        copies = 2 if torch.device(options.device).type == "cuda" else 1  # captured steps have memory of their own
+        workspace = copies * tokens * widths * size + rows * config.vocab_size * (4 + size) * 2
         shape = attention_shape(config, options)
         block_bytes = shape.block_bytes * config.num_layers
         if options.draft is not None:

@@ -15,6 +15,8 @@ from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
 from deepinfer_offline.ops.cuda.support import kernels
 
 _MAX_HEAD_DIM = 256
+_SHORT = 8
+"""Tokens of a row up to which the kernel's blocks take whole rows; longer ones are cut into pieces first."""
 _FUSED_HEAD_DIM = 64
 """Widest head for which rotation and insert inside the attention kernel were measured faster than a kernel of their own."""
 
@@ -44,6 +46,9 @@ class _Prepared:
         seq_lens: int32 [R].
         decodes: rows of one token, which come first; they are also the first `decodes` tokens.
         longest: tokens of the longest other row; 0 if there is none.
+        pieces: `deepinfer_kernels_cuda.Pieces` of the other rows where they are long, else None. Ragged rows take no more
+            blocks than they have work for, and how they are cut is known on the device only, so a graph can keep it.
+        cut: of the kernel for those pieces.
         fused: decode rows alone. A prompt's row, of one token too, may read pages that another row of the step fills
             (`SchedConfig.share_in_step`), so it needs the keys of all rows written first.
     """
@@ -57,6 +62,8 @@ class _Prepared:
     seq_lens: torch.Tensor
     decodes: int
     longest: int
+    pieces: Any
+    cut: Any
     fused: bool
 
 
@@ -97,6 +104,8 @@ class CudaAttention:
             tokens=len(batch.token_ids),
             max_queries=longest,
         )
+        longest = longest if host.num_decodes < host.num_rows else 0
+        pieces, cut = self._cut(batch, longest)
         return _Prepared(
             rope=rope,
             positions=batch.positions,
@@ -106,9 +115,23 @@ class CudaAttention:
             query_starts=batch.query_starts,
             seq_lens=batch.seq_lens,
             decodes=host.num_decodes,
-            longest=longest if host.num_decodes < host.num_rows else 0,
+            longest=longest,
+            pieces=pieces,
+            cut=cut,
             fused=host.num_decodes == len(batch.token_ids) and not host.prefills.any(),
         )
+
+    def _cut(self, batch: ForwardBatch, longest: int) -> tuple[Any, Any]:
+        """Pieces of the rows that do not decode, and the cut that they are for; None and None where they stay whole."""
+        if longest <= _SHORT:
+            return None, None
+        s, first = self.shape, batch.host.num_decodes
+        group = s.num_heads // s.num_kv_heads
+        cut = self._kernels.cut_for(batch.host.num_rows - first, s.num_kv_heads, group, s.head_dim, longest, s.dtype)
+        pieces = self._kernels.cut_rows(
+            batch.query_starts, batch.seq_lens, first=first, length=cut.queries(group), tokens=len(batch.token_ids)
+        )
+        return pieces, cut
 
     def __call__(
         self,
@@ -151,9 +174,14 @@ class CudaAttention:
         out = torch.empty(q.shape, dtype=qkv.dtype, device=qkv.device)
         n = p.decodes
         if n:
-            self._attend(q[:n], keys, values, p, slice(0, n), 1, out[:n])
-        if p.longest:
-            self._attend(q, keys, values, p, slice(n, None), p.longest, out)
+            self._attend(
+                q[:n], keys, values, p.table, (p.rows[:n], p.query_starts[: n + 1], p.seq_lens[:n]), 1, out[:n]
+            )
+        if p.pieces is not None:
+            where = (p.pieces.rows, p.pieces.starts, p.pieces.lengths)
+            self._attend(q, keys, values, p.table, where, p.cut.queries(s.num_heads // s.num_kv_heads), out, p.cut)
+        elif p.longest:
+            self._attend(q, keys, values, p.table, (p.rows[n:], p.query_starts[n:], p.seq_lens[n:]), p.longest, out)
         return out.flatten(1)
 
     def _attend(
@@ -161,22 +189,25 @@ class CudaAttention:
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        p: _Prepared,
-        rows: slice,
+        table: torch.Tensor,
+        where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         longest: int,
         out: torch.Tensor,
+        cut: Any = None,
     ) -> None:
-        last = None if rows.stop is None else rows.stop + 1
+        """`where`: rows of the table, first tokens and lengths, as of `paged_gqa`."""
+        rows, starts, lengths = where
         self._kernels.paged_gqa(
             q,
             keys,
             values,
-            p.table,
-            p.rows[rows],
-            p.query_starts[rows.start : last],
-            p.seq_lens[rows],
+            table,
+            rows,
+            starts,
+            lengths,
             scale=self.shape.scale,
             max_queries=longest,
+            cut=cut,
             arrived=self._arrived,
             out=out,
         )

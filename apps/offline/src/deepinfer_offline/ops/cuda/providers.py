@@ -54,7 +54,7 @@ registry.register(
         "paged_attention",
         NAME,
         "kernel",
-        supports("cache_slots", "rope_insert", "paged_gqa", "rope_gqa"),
+        supports("cache_slots", "cut_rows", "rope_insert", "paged_gqa", "rope_gqa"),
         _attention,
         accepts=_attention_accepts,
         device="cuda",

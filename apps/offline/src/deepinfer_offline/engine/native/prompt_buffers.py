@@ -1,0 +1,174 @@
+"""Inputs of a captured step with prompts: one copy brings what belongs to rows; what belongs to tokens is derived from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepinfer_offline.engine.native.batch import StepInputs
+from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.models.base import CacheGroup, ForwardBatch, HostBatch
+from deepinfer_offline.ops.cuda.support import kernels
+from deepinfer_offline.ops.transfers import upload_into
+
+_ALIGN = 4  # int32 elements; what kernels assume of an address is 16 bytes
+_FIELDS = ("query_starts", "seq_lens", "slots", "floors", "write_floors", "logit_rows", "targets")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PromptBucket:
+    """Most tokens of a step, and most rows: of one token, and others."""
+
+    tokens: int
+    decodes: int
+    prompts: int
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.prompts
+
+
+class PromptMemory:
+    """What steps of all buckets are brought in, int32 on the device; they follow each other, so one is enough.
+
+    Args:
+        groups: of the model's cache.
+        rows: most of a bucket.
+        limit: most positions of a sequence.
+        device: of the model.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], rows: int, limit: int, device: str) -> None:
+        self.limit, self.groups = limit, tuple(groups)
+        self.columns = [1 if group.kind == "state" else -(-limit // group.block_size) for group in groups]
+        size = rows * sum(self.columns)
+        self.tables = torch.zeros(size + _ALIGN * len(groups), dtype=torch.int32, device=device)
+        fields = (len(_FIELDS) + 1) * _up(rows + 1) + _up(len(groups))
+        self.packed = torch.zeros(fields + size, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBuffers:
+    """The part of the memory that one bucket uses. Rows of one token come first, padded with empty ones, then the others.
+
+    Attributes:
+        bucket: what fits.
+        memory: where it lies.
+        fields: int32, by name: `query_starts` [rows + 1], others [rows], `widths` [groups] and `given`, the tables.
+        layout: int32 [groups, 2], where each table begins and its columns.
+        tables: by cache group, [rows, columns].
+    """
+
+    bucket: PromptBucket
+    memory: PromptMemory
+    fields: Mapping[str, torch.Tensor]
+    layout: torch.Tensor
+    tables: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, memory: PromptMemory, bucket: PromptBucket) -> PromptBuffers:
+        """Views of the memory."""
+        rows, at, fields = bucket.rows, 0, {}
+        sizes = {name: rows + (name == "query_starts") for name in _FIELDS} | {"widths": len(memory.groups)}
+        for name, size in sizes.items():
+            fields[name] = memory.packed[at : at + size]
+            at += _up(size)
+        fields["given"] = memory.packed[at:]
+        starts, at = [], 0
+        for columns in memory.columns:
+            starts.append(at)
+            at += _up(rows * columns)
+        layout = list(zip(starts, memory.columns, strict=True))
+        return cls(
+            bucket,
+            memory,
+            fields,
+            torch.tensor(layout, dtype=torch.int32, device=memory.packed.device),
+            {
+                group.name: memory.tables[start : start + rows * columns].view(rows, columns)
+                for group, (start, columns) in zip(memory.groups, layout, strict=True)
+            },
+        )
+
+    def fill(self, inputs: StepInputs, tokens: TokenBuffer) -> None:
+        """Bring a step's inputs; the next call of `batch`, or a replay of it, reads them."""
+        host, samples, rows = inputs.host, inputs.samples, self.bucket.rows
+        by_row = (host.seq_lens, host.slots, host.floors, host.write_floors)
+        tables = [self._spread(host.block_tables[group.name], host.num_decodes) for group in self.memory.groups]
+        columns = [
+            self._starts(host),
+            *(self._spread(values, host.num_decodes) for values in by_row),
+            _padded(host.logit_rows, rows, 0),
+            _padded(tokens.flat_index(samples.slots, samples.positions), rows, tokens.scratch),
+            np.array([table.shape[1] for table in tables], np.int32),
+        ]
+        aligned = [_padded(column, _up(len(column)), 0) for column in columns]
+        upload_into(self.memory.packed, [*aligned, *tables])
+
+    def batch(self, tokens: TokenBuffer) -> ForwardBatch:
+        """The step. Its tokens past the last row are position 0 of nobody."""
+        f = self.fields
+        token_ids, positions = kernels().ragged_inputs(
+            f["query_starts"], f["seq_lens"], f["slots"], tokens.flat, f["widths"], f["given"], self.layout,
+            self.memory.tables, tokens=self.bucket.tokens, capacity=tokens.capacity, scratch=tokens.scratch,
+        )  # fmt: skip
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            query_starts=f["query_starts"],
+            seq_lens=f["seq_lens"],
+            slots=f["slots"],
+            floors=f["floors"],
+            write_floors=f["write_floors"],
+            logit_rows=f["logit_rows"].long(),
+            block_tables=self.tables,
+            cascades=(),
+            tokens=tokens.data,
+            host=self._host(),
+        )
+
+    def _spread(self, values: np.ndarray, decodes: int) -> np.ndarray:
+        """[R, ...] -> [rows, ...]: the others behind the padded rows of one token."""
+        found = np.zeros((self.bucket.rows, *values.shape[1:]), np.int32)
+        found[:decodes] = values[:decodes]
+        found[self.bucket.decodes : self.bucket.decodes + len(values) - decodes] = values[decodes:]
+        return found
+
+    def _starts(self, host: HostBatch) -> np.ndarray:
+        """int32 [rows + 1], where rows begin; those that pad are empty."""
+        starts, decodes, first = host.query_starts, host.num_decodes, self.bucket.decodes
+        found = np.full(self.bucket.rows + 1, starts[-1], np.int32)
+        found[: decodes + 1] = starts[: decodes + 1]
+        found[decodes:first] = starts[decodes]
+        found[first : first + len(starts) - decodes] = starts[decodes:]
+        return found
+
+    def _host(self) -> HostBatch:
+        """The host's side of a captured step: shapes and upper bounds, no tables."""
+        b, rows = self.bucket, self.bucket.rows
+        nothing = np.zeros(rows, np.int32)
+        return HostBatch(
+            query_starts=np.concatenate([np.arange(b.decodes + 1), np.full(b.prompts, b.tokens)]).astype(np.int32),
+            seq_lens=np.full(rows, self.memory.limit, np.int32),
+            slots=nothing,
+            prefills=np.arange(rows) >= b.decodes,
+            floors=nothing,
+            write_floors=nothing,
+            keep_all=np.zeros(rows, bool),
+            logit_rows=np.arange(rows, dtype=np.int64),
+            block_tables={},
+            num_decodes=b.decodes,
+        )
+
+
+def _padded(values: np.ndarray, size: int, filler: int) -> np.ndarray:
+    found = np.full(size, filler, np.int32)
+    found[: len(values)] = values
+    return found
+
+
+def _up(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
