@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreting")
-@pytest.mark.parametrize("name", ["test_numerics.py", "test_parallel_rows.py"])
+@pytest.mark.parametrize("name", ["test_numerics.py", "test_parallel_rows.py", "test_peers.py"])
 def test_numerics_in_the_interpreter(name) -> None:
     target = Path(__file__).with_name(name)
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import torch.multiprocessing as mp  # noqa: E402
 from deepinfer_kernels_cuda import peers  # noqa: E402
 from deepinfer_kernels_cuda.errors import ArgumentError, UnsupportedDeviceError  # noqa: E402
-from deepinfer_kernels_cuda.parallel import ExpertParallel  # noqa: E402
+from deepinfer_kernels_cuda.parallel import ExpertParallel, check_tokens  # noqa: E402
 from deepinfer_kernels_cuda.peers import PeerParallel  # noqa: E402
 
 EXPERTS, TOP_K, WIDTH = 6, 2, 8
@@ -119,6 +119,20 @@ def test_more_tokens_than_promised_are_refused(monkeypatch: pytest.MonkeyPatch) 
         ExpertParallel(6).dispatch(x, ids, weights, most=4)
     with pytest.raises(ArgumentError, match=r"ids has dtype torch\.int32; allowed: torch\.int64"):
         ExpertParallel(6).dispatch(x, ids.int(), weights)
+    with pytest.raises(ArgumentError, match=r"x \(5, 8\), ids \(5, 2\), weights \(5, 1\); allowed"):
+        ExpertParallel(6).dispatch(x, ids, weights[:, :1])
+    with pytest.raises(ArgumentError, match="tensors live on several devices"):
+        ExpertParallel(6).dispatch(x, ids.to("meta"), weights)
+
+
+def test_a_graph_holds_the_padded_form_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with torch._subclasses.FakeTensorMode():
+        x, ids = torch.empty(5, 8, device="cuda"), torch.empty(5, 2, dtype=torch.int64, device="cuda")
+        weights = torch.empty(5, 2, device="cuda")
+        check_tokens(x, ids, weights, 5)
+        with pytest.raises(ArgumentError, match="which no CUDA graph can hold; give most"):
+            check_tokens(x, ids, weights, None)
 
 
 if __name__ == "__main__":

@@ -324,7 +324,7 @@ class DeepEpParallel:
         )
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Dispatched:
-        """As `ExpertParallel.dispatch`."""
+        """As `ExpertParallel.dispatch` without `most`."""
         require_dtype("x", x, torch.bfloat16)
         require(x.shape[0] <= self.max_tokens, f"{x.shape[0]} tokens; allowed: up to max_tokens, {self.max_tokens}")
         rows, local_ids, local_weights, handle, _event = self._buffer.dispatch(

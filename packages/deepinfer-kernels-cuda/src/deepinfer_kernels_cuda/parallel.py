@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .checks import require, require_dims, require_dtype, require_inner
+from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .parallel_rows import HostCounts, Segments, Target, number_rows, send_rows, sum_rows
 
 
@@ -54,8 +54,9 @@ def check_tokens(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most
     """Refuse what `dispatch` cannot send.
 
     Raises:
-        ArgumentError: Shapes or dtypes.
+        ArgumentError: Shapes, dtypes, devices, or a graph that would have to read counts back.
     """
+    require_same_device(x, ids, weights)
     require_dims("x", x, 2)
     require_inner("x", x)
     require_dims("ids", ids, 2)
@@ -63,9 +64,13 @@ def check_tokens(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, most
     require_dtype("weights", weights, torch.float32)
     require(
         ids.shape == weights.shape and ids.shape[0] == x.shape[0],
-        f"ids {tuple(ids.shape)} do not fit x {tuple(x.shape)}",
+        f"x {tuple(x.shape)}, ids {tuple(ids.shape)}, weights {tuple(weights.shape)}; allowed: [t, d], [t, k], [t, k]",
     )
     require(most is None or x.shape[0] <= most, f"x has {x.shape[0]} tokens; allowed: up to most, {most}")
+    require(
+        most is not None or not x.is_cuda or not torch.cuda.is_current_stream_capturing(),
+        "a dispatch without most reads counts back, which no CUDA graph can hold; give most",
+    )
 
 
 class ExpertParallel:
@@ -95,10 +100,13 @@ class ExpertParallel:
 
         Args:
             x: [t, d]; t may differ by rank and may be 0.
-            ids: int64 [t, k] expert ids, -1 = none.
+            ids: int64 [t, k] expert ids; -1, like any other number that no expert has, goes nowhere.
             weights: float32 [t, k].
             most: No rank has more tokens than this; the same on all. Then nothing is read back to the host, shapes depend on
                 `most` alone, and a CUDA graph can hold the call: for decoding.
+
+        Raises:
+            ArgumentError: Shapes, dtypes, more tokens than `most`; on this rank alone, so the others wait for it.
         """
         check_tokens(x, ids, weights, most)
         ids, weights = ids.contiguous(), weights.contiguous()
@@ -172,7 +180,11 @@ class ExpertParallel:
 
         Returns:
             [t, d] in y's dtype; a token without any expert gets zeros.
+
+        Raises:
+            ArgumentError: Another number of rows.
         """
+        require_dims("y", y, 2)
         arrived, mine = sum(handle.received), sum(handle.received[: self.rank])
         require(y.shape[0] == arrived, f"y has {y.shape[0]} rows; {arrived} arrived")
         y = y.contiguous()

@@ -140,7 +140,8 @@ def send_rows(
         segments: Where those of the ranks begin.
         me: This rank.
         local: Experts of a rank.
-        to: Ranks that are served, but for `without`.
+        to: Ranks that are served.
+        without: One of them that is not; not with `padded`.
         padded: Rows of a segment; those that no token has get ids of -1.
     """
     tokens, top_k = ids.shape
@@ -152,6 +153,9 @@ def send_rows(
         return
     from .kernels.parallel import send_rows_kernel
 
+    size = x.element_size()
+    if x.stride(0) * size % 4 or x.storage_offset() * size % 4:
+        x = x.clone(memory_format=torch.contiguous_format)  # words do not begin where its rows do
     source, there = words(x), words(target.x)
     width, ranks = source.shape[1], places.shape[1]
     send_rows_kernel[(rows, -(-width // _BLOCK))](
@@ -164,13 +168,16 @@ def send_rows(
     )  # fmt: skip
 
 
-def _send_here(x, ids, weights, places, target, segments, me, local, to, without, padded) -> None:
+def _send_here(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, places: torch.Tensor, target: Target, segments: Segments,
+    me: int, local: int, to: range, without: int, padded: int | None,
+) -> None:  # fmt: skip
     tokens = torch.arange(len(x), device=x.device)
     for rank in to:
         own = (ids >= rank * local) & (ids < (rank + 1) * local)
         if padded is not None:
             places[:, rank] = torch.where(own.any(-1), tokens.int(), -1)
-        if rank == without:
+        elif rank == without:
             continue
         goes = places[:, rank] >= 0
         start = segments.start(rank, me)
@@ -192,7 +199,7 @@ def sum_rows(
         back: [n, d], contiguous: the others' segments.
         places: int32 [t, ranks], contiguous.
         segments: Where those in `back` begin.
-        me: This rank, or -1 where its segment lies in `back` too.
+        me: This rank.
         here: Row of y.
 
     Returns:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .capability import device_arch
-from .checks import require, require_dtype
+from .checks import require, require_dtype, require_same_device
 from .errors import UnsupportedDeviceError
 from .overlap import overlap
 from .parallel import Dispatched, check_tokens
@@ -76,7 +76,9 @@ def _blocked(device: torch.device, identities: list[str]) -> str | None:
 
 
 class PeerParallel:
-    """Dispatch and combine for a group whose GPUs reach each other's memory. Calls of one object go to one stream.
+    """Dispatch and combine for a group whose GPUs reach each other's memory.
+
+    Calls of all objects of one group go to one stream: they may share the signals by which ranks meet.
 
     Args:
         experts: Experts in all; divisible by the group's size.
@@ -89,7 +91,7 @@ class PeerParallel:
 
     Raises:
         UnsupportedDeviceError: Memory cannot be shared, with the reason.
-        ArgumentError: Experts do not divide evenly, or rows do not.
+        ArgumentError: Sizes below 1; experts do not divide evenly, or rows do not.
     """
 
     def __init__(
@@ -99,6 +101,10 @@ class PeerParallel:
         self.group = group if group is not None else dist.group.WORLD
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         require(experts % self.size == 0, f"{experts} experts do not divide among {self.size} ranks")
+        require(
+            min(max_tokens, hidden, top_k) >= 1,
+            f"max_tokens {max_tokens}, hidden {hidden}, top_k {top_k}; allowed: 1 and more",
+        )
         require(hidden * dtype.itemsize % 16 == 0, f"a row of {hidden} {dtype} has no multiple of 16 bytes")
         reason = peer_reason(device, group)
         if reason is not None:
@@ -127,8 +133,11 @@ class PeerParallel:
             for (shape, dtype), piece in zip(parts, self._memory.split(sizes), strict=True)
         ]
         self._counts, self._ids, self._weights, self._x, self._back = views
-        mine = self._peers.buffer_ptrs[self.rank]
-        self._delta = torch.tensor([each - mine for each in self._peers.buffer_ptrs], dtype=torch.int64, device=device)
+        # A block of torch's pool may hold other tensors too: where ours begins in it need not be the same on all ranks.
+        mine, begins = self._memory.data_ptr(), [0] * self.size
+        dist.all_gather_object(begins, mine - self._peers.buffer_ptrs[self.rank], group=self.group)
+        delta = [block + begin - mine for block, begin in zip(self._peers.buffer_ptrs, begins, strict=True)]
+        self._delta = torch.tensor(delta, dtype=torch.int64, device=device)
         self._target = Target(self._x, self._ids, self._weights, self._delta)
 
     def _inside(self, tensor: torch.Tensor) -> bool:
@@ -147,18 +156,22 @@ class PeerParallel:
     def dispatch(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, most: int | None = None
     ) -> Dispatched:
-        """As `ExpertParallel.dispatch`. A graph that holds a dispatch holds its combine too.
+        """As `ExpertParallel.dispatch`. What it gives is read, not written: combine reads the ids again.
+
+        A graph that holds a dispatch holds its combine too, and is replayed between a combine and the next dispatch.
 
         Raises:
-            ArgumentError: More tokens, other dtypes or widths than this object was made for.
+            ArgumentError: More tokens, other dtypes, widths or devices than this object was made for.
         """
         check_tokens(x, ids, weights, most)
+        require_same_device(x, self._memory)
         require_dtype("x", x, self.dtype)
         tokens = x.shape[0] if most is None else most
         require(tokens <= self.max_tokens, f"{tokens} tokens; allowed: up to max_tokens, {self.max_tokens}")
         require(x.shape[1] == self._x.shape[1], f"x has {x.shape[1]} channels; allowed: {self._x.shape[1]}")
         require(ids.shape[1] == self.top_k, f"ids has {ids.shape[1]} columns; allowed: {self.top_k}")
-        require(not self._inside(x), "x lies in the memory that peers write; clone it")
+        for name, tensor in (("x", x), ("ids", ids), ("weights", weights)):
+            require(not self._inside(tensor), f"{name} lies in the memory that peers write; clone it")
         ids, weights = ids.contiguous(), weights.contiguous()
         self._turn += 1
         return self._compact(x, ids, weights) if most is None else self._padded(x, ids, weights, most)
@@ -196,10 +209,12 @@ class PeerParallel:
         require(handle.turn == self._turn, f"handle of dispatch {handle.turn}; the last was {self._turn}")
         most, received = handle.most, handle.received
         rows = self.size * most if received is None else sum(received)
-        require(y.shape == (rows, self._x.shape[1]), f"y has shape {tuple(y.shape)}; {rows} rows arrived")
+        shape = (rows, self._x.shape[1])
+        require(y.shape == shape, f"y has shape {tuple(y.shape)}; allowed: {shape}")
         require_dtype("y", y, self.dtype)
+        require_same_device(y, self._memory)
         # Own rows are read when peers may already send what is next.
-        y = y.clone() if self._inside(y) else y.contiguous()
+        y = y.clone(memory_format=torch.contiguous_format) if self._inside(y) else y.contiguous()
         self._begin("combine")
         return_rows(
             y, self._ids, self._counts, self._back, self._delta, me=self.rank, capacity=self.max_tokens, most=most
