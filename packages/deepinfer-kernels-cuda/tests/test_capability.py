@@ -81,7 +81,8 @@ def test_few_queries_run_at_once_and_have_room() -> None:
     assert choose_few(1, 64, 128, 528, 132).splits == 6, "room for 42 tiles, where ten blocks have it for 40"
     assert choose_few(1, 64, 128, 576, 132) is None
     small = choose_few(1, 64, 128, 512, 78, lambda few: few.splits <= 8)
-    assert small is not None and small.splits == 8, "a card whose groups of multiprocessors hold no cluster of ten"
+    assert small is not None
+    assert small.splits == 8, "a card whose groups of multiprocessors hold no cluster of ten"
     assert choose_few(1, 64, 640, 0, 132) == choose_few(1, 64, 0, 640, 132) == FEW[0]
     assert all(few.has_room(0, 0) and few.has_room(128, 512) for few in FEW)
     assert FEW[1].has_room(16 * 7, 16 * 33), "tiles of the two pools are dealt out from opposite ends"
