@@ -209,11 +209,12 @@ _ROW_TOKENS = range(1, 1 << 30)  # where it is faster than Triton's kernels (H20
 @functools.lru_cache(maxsize=8)
 def _row_kernel(groups: int) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
-    row = 64 * groups
-    rows = 4 * 8 * (row + (0 if groups % 2 else 64))
-    sums = 2 * groups * 8 * 28 * 4 + (32 * 29 + 28) * 4
-    shared = groups * (12288 + 2 * 2560) + rows + row + 4 * 8 * 96 + sums + 8 * (2 * 4 + 2 * 8 + 2 + groups + 1)
-    return NativeKernel("mhc.cu", "mhc_step", "P" * 15 + "iifff", threads=32 * (groups + 5), shared=shared,
+    warps, row = 12 if groups >= 8 else groups, 64 * groups
+    rows = 4 * (8 * row + 256)
+    sums = 2 * groups * 8 * 28 * 4 + (32 * 25 + 28) * 4
+    barriers = 2 * 4 + 2 * 8 + 2 + groups + 1 + 2 * 2
+    shared = groups * 12288 + warps * 2 * 2560 + rows + row + 4 * 8 * 96 + sums + 8 * barriers
+    return NativeKernel("mhc.cu", "mhc_step", "P" * 15 + "iifff", threads=32 * (warps + 7), shared=shared,
                         defines=(f"GROUPS={groups}", f"SHARED={shared}"))  # fmt: skip
 
 

@@ -12,6 +12,43 @@
 #ifndef GROUPS
 #define GROUPS 10
 #endif
+#ifndef NORMS
+#define NORMS 4
+#endif
+#ifndef WARPS
+#define WARPS (GROUPS >= 8 ? 12 : GROUPS)
+#endif
+#ifndef RINGS
+#define RINGS 4
+#endif
+#ifndef BULK
+#define BULK 0
+#endif
+#ifndef SLOT
+#define SLOT 2
+#endif
+#ifndef HALVES
+#define HALVES 0
+#endif
+#ifndef LATE
+#define LATE 0
+#endif
+#ifndef NAP
+#define NAP 0
+#endif
+
+#ifdef WHERE
+#define spent reinterpret_cast<u32(*)[8]>(memory_ + BYTES)
+extern __shared__ __align__(1024) u8 memory_[];
+#define TIMED(k, ...)                                                                           \
+    do {                                                                                        \
+        const u32 begin_ = clock();                                                             \
+        __VA_ARGS__;                                                                            \
+        if ((threadIdx.x & 31) == 0) spent[threadIdx.x >> 5][k] += u32(clock()) - begin_;       \
+    } while (0)
+#else
+#define TIMED(k, ...) __VA_ARGS__
+#endif
 
 // Words that carry the number of their message: sender and reader need no other order between them.
 __device__ __forceinline__ u64 tagged(float value, u32 tag) { return u64(tag) << 32 | __float_as_uint(value); }
@@ -98,6 +135,40 @@ __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)
     }
 }
 
+// Half of it, 16 channels; of each thread 4 of token lane / 4. `from`: where its 8 bytes of the output lie, those of the streams
+// 512 bytes further each. Returns the collapsed row.
+__device__ __forceinline__ uint2 update_half(const u8* fn, u32 from, const float (&weights)[5][4], const float (&pre)[4],
+                                             float (&acc)[3][4], float& square, float& row_square, u8* target, u64 width, bool store) {
+    float in[5][4], collapsed[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {
+        const uint2 d = load_shared2(from + 512 * i);
+        in[i][0] = bf16_low(d.x), in[i][1] = bf16_high(d.x), in[i][2] = bf16_low(d.y), in[i][3] = bf16_high(d.y);
+    }
+#pragma unroll
+    for (int o = 0; o < 4; ++o) {
+        float v[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            v[k] = weights[0][o] * in[0][k];
+#pragma unroll
+            for (int i = 1; i < 5; ++i) v[k] += weights[i][o] * in[i][k];
+        }
+        const u32 a = pack_bf16(v[0], v[1]), b = pack_bf16(v[2], v[3]);
+        if (store)
+            asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(target + o * width), "r"(a), "r"(b) : "memory");
+#pragma unroll
+        for (int m = 0; m < 3; ++m) multiply(acc[m], *reinterpret_cast<const uint4*>(fn + (o * 3 + m) * 512), a, b);
+        v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k], square += v[k] * v[k];
+    }
+    const u32 a = pack_bf16(collapsed[0], collapsed[1]), b = pack_bf16(collapsed[2], collapsed[3]);
+    row_square += bf16_low(a) * bf16_low(a) + bf16_high(a) * bf16_high(a);
+    row_square += bf16_low(b) * bf16_low(b) + bf16_high(b) * bf16_high(b);
+    return make_uint2(a, b);
+}
+
 // A warp's sums [8 tokens][SUMS]. A thread has rows lane / 4 and that + 8 of the products for tokens 2 quad and 2 quad + 1. High
 // and low parts meet here.
 __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc)[3][4], float square, float row_square) {
@@ -114,91 +185,101 @@ __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc
     store_float(warp + (of * SUMS + 24 + quad) * 4, quad == 0 ? square : quad == 1 ? row_square : 0.0f);
 }
 
-__device__ __forceinline__ float weighted(float a, float b, float c, float d, const float (&factor)[4], float more) {
-    return fmaf(b, factor[1], fmaf(a, factor[0], more)) + fmaf(d, factor[3], c * factor[2]);
-}
-// Four reciprocals by two: the unit that makes them takes longest.
-__device__ __forceinline__ void invert(float (&d)[4], const float (&x)[4]) {
-    const float a = inverse(x[0] * x[1]), b = inverse(x[2] * x[3]);
-    d[0] = a * x[1], d[1] = a * x[0], d[2] = b * x[3], d[3] = b * x[2];
-}
-
 // What coefficients are made from, in shared memory: base (4 of pre, 4 of post, 16 of comb), then scale (pre, post, comb).
 constexpr u32 MODEL = 27;
+
+// Sums of four times their factors, which are x[1] first, x[0] first, x[3] second and x[2] second: reciprocals of x by two, and
+// what does not need them while they are made.
+__device__ __forceinline__ float weighted(float a, float b, float c, float d, const float (&x)[4], float first, float second, float more) {
+    return fmaf(fmaf(a, x[1], b * x[0]), first, fmaf(fmaf(c, x[3], d * x[2]), second, more));
+}
 
 // A thread's token: its sums lie at `sums`.
 __device__ __forceinline__ void finish_token(u32 sums, u32 model, float width, int iterations, float eps, float mix_eps, bool store,
                                              i64 token, float* pre, float* post, float* comb) {
-    const float norm = 1.0f / sqrtf(load_float(sums + 24 * 4) / width + mix_eps);
+    const float norm = rsqrtf(fmaf(load_float(sums + 24 * 4), 1.0f / width, mix_eps));
+    const float4 scale = load_floats(model + 24 * 4);
     float c[4][4];
-    {
-        float p[4], q[4];
-        const float for_pre = norm * load_float(model + 24 * 4), for_post = norm * load_float(model + 25 * 4);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            p[i] = inverse(1.0f + exponential(-load_float(model + i * 4) - load_float(sums + (16 + i) * 4) * for_pre)) + eps;
-            q[i] = 2.0f * inverse(1.0f + exponential(-load_float(model + (4 + i) * 4) - load_float(sums + (20 + i) * 4) * for_post));
-        }
-        if (store) {
-            reinterpret_cast<float4*>(pre)[token] = make_float4(p[0], p[1], p[2], p[3]);
-            reinterpret_cast<float4*>(post)[token] = make_float4(q[0], q[1], q[2], q[3]);
-        }
-    }
-    const float factor = norm * load_float(model + 26 * 4);
+    const float factor = norm * scale.z;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+        float base[4];
+        load_into(base, model + (8 + 4 * i) * 4);
 #pragma unroll
-        for (int o = 0; o < 4; ++o) c[i][o] = load_float(model + (8 + 4 * i + o) * 4) + load_float(sums + (4 * i + o) * 4) * factor;
+        for (int o = 0; o < 4; ++o) c[i][o] = fmaf(load_float(sums + (4 * i + o) * 4), factor, base[o]);
         const float top = fmaxf(fmaxf(c[i][0], c[i][1]), fmaxf(c[i][2], c[i][3]));
 #pragma unroll
         for (int o = 0; o < 4; ++o) c[i][o] = exponential(c[i][o] - top);
         const float all = inverse((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
 #pragma unroll
-        for (int o = 0; o < 4; ++o) c[i][o] = c[i][o] * all + eps;
+        for (int o = 0; o < 4; ++o) c[i][o] = fmaf(c[i][o], all, eps);
     }
     // The matrix stays; its rows and columns have factors. Dividing row i by its sum and eps makes of its factor r
     // 1 / (sum over o of c[i][o] column[o] + eps / r), and so do columns: first those, then rows and columns in turn.
-    float rows[4] = {1, 1, 1, 1}, columns[4] = {1, 1, 1, 1}, row[4] = {1, 1, 1, 1}, column[4];
+    float rows[4] = {1, 1, 1, 1}, columns[4] = {1, 1, 1, 1}, row[2] = {1, 1}, column[2];
 #pragma unroll 1
     for (int k = 0;; ++k) {
 #pragma unroll
-        for (int o = 0; o < 4; ++o) columns[o] = weighted(c[0][o], c[1][o], c[2][o], c[3][o], row, eps * columns[o]);
-        invert(column, columns);
+        for (int o = 0; o < 4; ++o)
+            columns[o] = weighted(c[0][o], c[1][o], c[2][o], c[3][o], rows, row[0], row[1], eps * columns[o]);
+        column[0] = inverse(columns[0] * columns[1]), column[1] = inverse(columns[2] * columns[3]);
         if (k + 1 >= iterations) break;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) rows[i] = weighted(c[i][0], c[i][1], c[i][2], c[i][3], column, eps * rows[i]);
-        invert(row, rows);
+        for (int i = 0; i < 4; ++i)
+            rows[i] = weighted(c[i][0], c[i][1], c[i][2], c[i][3], columns, column[0], column[1], eps * rows[i]);
+        row[0] = inverse(rows[0] * rows[1]), row[1] = inverse(rows[2] * rows[3]);
     }
     if (store)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < 4; ++i) {
+            const float own = row[i >> 1] * rows[i ^ 1], a = own * column[0], b = own * column[1];
             reinterpret_cast<float4*>(comb)[token * 4 + i] =
-                make_float4(c[i][0] * row[i] * column[0], c[i][1] * row[i] * column[1], c[i][2] * row[i] * column[2],
-                            c[i][3] * row[i] * column[3]);
+                make_float4(c[i][0] * a * columns[1], c[i][1] * a * columns[0], c[i][2] * b * columns[3], c[i][3] * b * columns[2]);
+        }
+    float p[4], q[4], for_p[4], for_q[4];
+    load_into(for_p, model), load_into(for_q, model + 16);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        p[i] = inverse(1.0f + exponential(-for_p[i] - load_float(sums + (16 + i) * 4) * (norm * scale.x))) + eps;
+        q[i] = 2.0f * inverse(1.0f + exponential(-for_q[i] - load_float(sums + (20 + i) * 4) * (norm * scale.y)));
+    }
+    if (store) {
+        reinterpret_cast<float4*>(pre)[token] = make_float4(p[0], p[1], p[2], p[3]);
+        reinterpret_cast<float4*>(post)[token] = make_float4(q[0], q[1], q[2], q[3]);
+    }
 }
 
-constexpr int RANKS = 16, TOKENS = 8, SLOTS = 2, RING = 4, LAG = 8, MESSAGES = 16;
-constexpr int THREADS = 32 * (GROUPS + 5);
+constexpr int RANKS = 16, TOKENS = 8, SLOTS = SLOT, RING = RINGS, LAG = 8, MESSAGES = 16;
+constexpr int TURNS = NORMS == 1 ? 2 : NORMS / 2;  // pairs of warps that normalise, each every TURNS tiles
+constexpr int THREADS = 32 * (WARPS + (NORMS == 1 ? 4 : 3 + NORMS));
+constexpr int FINISH = NORMS == 1 ? 2 : NORMS == 2 ? 0 : WARPS % 4 == 0 ? 4 : 6, LOAD = NORMS == 1 ? -1 : NORMS == 2 || WARPS % 4 ? 2 : 5;
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
 constexpr u64 WIDTH = u64(RANKS) * ROW;                      // of a row
-constexpr u32 ROW_PITCH = ROW + (GROUPS % 2 ? 0 : 64);       // the next token's pieces lie in other banks
-constexpr u32 ROW_SLOT = TOKENS * ROW_PITCH;
+// Where a token's part of the row lies: the second of two in other banks than the first.
+__device__ constexpr u32 row_of(int token) { return (token >> 1) * (2 * ROW + 64) + (token & 1) * (ROW + 64); }
+constexpr u32 ROW_SLOT = TOKENS / 2 * (2 * ROW + 64);
+#if BULK
+constexpr u32 STREAM_SLOT = 5 * ROW_SLOT;                    // rows of the output and of four streams
+constexpr u32 STREAMS = SLOTS * STREAM_SLOT;
+#else
 constexpr u32 STREAM_SLOT = 5 * 512;                         // of a warp: 16 bytes a thread of the output and four streams
+constexpr u32 STREAMS = WARPS * SLOTS * STREAM_SLOT;
+#endif
 constexpr u32 PART = GROUPS * 8 * SUMS * 4;
 constexpr u32 MIX = TOKENS * 96;                             // of a tile: comb, post, pre
 
 constexpr u32 FN_AT = 0;
 constexpr u32 STREAM_AT = FN_AT + GROUPS * FN_GROUP;
-constexpr u32 ROW_AT = STREAM_AT + GROUPS * SLOTS * STREAM_SLOT;
+constexpr u32 ROW_AT = STREAM_AT + STREAMS;
 constexpr u32 WEIGHT_AT = ROW_AT + RING * ROW_SLOT;
 constexpr u32 MIX_AT = WEIGHT_AT + ROW;
 constexpr u32 PART_AT = MIX_AT + RING * MIX;                 // [2][GROUPS][8][SUMS]
-constexpr u32 KEPT = 29;                                     // words of a token whose coefficients are not made yet
+constexpr u32 KEPT = 25;                                     // words of a token whose coefficients are not made yet
 constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
 constexpr u32 MODEL_AT = KEPT_AT + 32 * KEPT * 4;
 constexpr u32 BARRIERS_AT = MODEL_AT + (MODEL + 1) * 4;
-constexpr u32 BYTES = BARRIERS_AT + 8 * (2 * RING + 2 * LAG + 2 + GROUPS + 1);
+constexpr u32 BYTES = BARRIERS_AT + 8 * (2 * RING + 2 * LAG + 2 + GROUPS + 1 + 2 * SLOTS);
 #ifdef SHARED
 static_assert(BYTES == SHARED, "shared memory that is asked for");
 #endif
@@ -224,6 +305,8 @@ struct Barriers {
     __device__ u32 mixed(int n) const { return base + 8 * (2 * RING + LAG + n % LAG); }  // its sums have come and were read
     __device__ u32 summed(int n) const { return base + 8 * (2 * RING + 2 * LAG + n % 2); }  // the warps' sums were read
     __device__ u32 constants(int k) const { return base + 8 * (2 * RING + 2 * LAG + 2 + k); }  // a warp's projection; at GROUPS the weight
+    __device__ u32 brought(int n) const { return constants(GROUPS + 1) + 8 * (n % SLOTS); }  // a tile's rows have come
+    __device__ u32 taken(int n) const { return constants(GROUPS + 1 + SLOTS) + 8 * (n % SLOTS); }  // and are in registers
 };
 
 struct Tiles {
@@ -232,76 +315,181 @@ struct Tiles {
     __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
 };
 
-__device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars, Tiles tiles, int group, int lane, u32 rank,
+// What a warp updates: 32 channels of a tile. A warp's next is WARPS further.
+struct Item {
+    int n, group;
+    __device__ void advance() {
+        n += WARPS / GROUPS, group += WARPS % GROUPS;
+        if (WARPS % GROUPS && group >= GROUPS) group -= GROUPS, ++n;
+    }
+};
+
+__device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars, Tiles tiles, int warp, int lane, u32 rank,
                                         const u8* streams, const u8* output, u8* new_streams) {
     const int of = lane >> 2, quad = lane & 3;
-    const u32 own = shared + STREAM_AT + group * SLOTS * STREAM_SLOT + lane * 16;
-    const u64 column = rank * ROW + group * 64 + quad * 16;
+    const u64 column = rank * ROW + quad * 16;
+    Item item{warp / GROUPS, warp % GROUPS};
+#if BULK
+    const u32 own = shared + STREAM_AT + row_of(of) + quad * 16;
+    constexpr u32 NEXT = ROW_SLOT;
+#else
+    u32 slot = 0;
+#if HALVES
+    // Threads read 8 of each other's 16 bytes: tokens 2 and 3 of four have their halves exchanged, for the banks' sake.
+    const u32 own = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + of * 64 + (quad * 16 ^ (of & 2) * 16);
+    const u32 read = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + of * 64, swizzled = quad * 8 ^ (of & 2) * 16;
+    const u32 row_at = shared + ROW_AT + row_of(of) + quad * 8;
+#else
+    const u32 own = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + lane * 16;
+#endif
+    constexpr u32 NEXT = 512;
+    Item next = item;
     // A thread reads only what it brought itself.
-    const auto bring = [&](int n) {
-        if (n < tiles.count) {
-            const u64 token = min(tiles.token(n) + of, tiles.tokens - 1);
-            const u32 to = own + n % SLOTS * STREAM_SLOT;
-            copy_16(to, output + token * WIDTH + column);
+    const auto bring = [&](u32 to) {
+        if (next.n < tiles.count) {
+            const u64 token = min(tiles.token(next.n) + of, tiles.tokens - 1), at = column + next.group * 64;
+            copy_16(to, output + token * WIDTH + at);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) copy_16(to + 512 * (1 + i), streams + (4 * token + i) * WIDTH + column);
+            for (int i = 0; i < 4; ++i) copy_16(to + 512 * (1 + i), streams + (4 * token + i) * WIDTH + at);
         }
         copy_commit();
+        next.advance();
     };
 #pragma unroll
-    for (int n = 0; n < SLOTS; ++n) bring(n);
-    barrier_wait(bars.constants(group), 0);
+    for (int n = 0; n < SLOTS; ++n) bring(own + n * STREAM_SLOT);
+#endif
+    const u32 row_to = shared + ROW_AT + row_of(of) + quad * 16, mix_of = shared + MIX_AT + of * 64;
+#if HALVES
 #pragma unroll 1
-    for (int n = 0; n < tiles.count; ++n) {
-        copy_wait<SLOTS - 1>();
-        uint4 packed[5];
-#pragma unroll
-        for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + n % SLOTS * STREAM_SLOT + 512 * i);
-        bring(n + SLOTS);
-        barrier_wait(bars.full(n), n / RING & 1);
-        if (n >= RING) barrier_wait(bars.normalised(n), (n / RING - 1) & 1);
+    while (item.n < tiles.count) {
+        const int n = item.n, group = item.group;
+        TIMED(5, copy_wait<SLOTS - 1>());
+        __syncwarp();
+        if (n < GROUPS) TIMED(4, barrier_wait(bars.constants(group), 0));
+        if (n >= RING) TIMED(2, barrier_wait(bars.normalised(n), (n / RING - 1) & 1));
+        TIMED(1, barrier_wait(bars.full(n), n / RING & 1));
         float weights[5][4], pre[4], acc[3][4] = {}, square = 0, row_square = 0;
-        const u32 mix = shared + MIX_AT + n % RING * MIX;
-        load_into(pre, mix + TOKENS * 80 + of * 16);
-        load_into(weights[0], mix + TOKENS * 64 + of * 16);
+        const u32 mix = mix_of + n % RING * MIX;
+        load_into(pre, mix + TOKENS * 80 - of * 48);
+        load_into(weights[0], mix + TOKENS * 64 - of * 48);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + of * 64 + i * 16);
-        update_tile(fn + lane * 16, weights, pre, packed, acc, square, row_square);
-        store_shared4(shared + ROW_AT + n % RING * ROW_SLOT + of * ROW_PITCH + group * 64 + quad * 16, packed[0].x, packed[0].y,
-                      packed[0].z, packed[0].w);
-        u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column;
-#pragma unroll
-        for (int o = 0; o < 4; ++o)
-            if (of < tiles.here(n)) store_16(target + o * WIDTH, packed[1 + o]);
-        if (n >= 2) barrier_wait(bars.summed(n), (n / 2 - 1) & 1);
+        for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + i * 16);
+        u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + rank * ROW + quad * 8 + group * 64;
+        const u8* parts = fn + group * FN_GROUP + lane * 16;
+        u32 row = row_at + n % RING * ROW_SLOT + group * 64, chunk = swizzled;
+        const bool store = of < tiles.here(n);
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+            const uint2 collapsed = update_half(parts, read + slot + chunk, weights, pre, acc, square, row_square, target, WIDTH, store);
+            store_shared2(row, collapsed.x, collapsed.y);
+            parts += FN_GROUP / 2, chunk ^= 32, target += 32, row += 32;
+        }
+        __syncwarp();
+        bring(own + slot);
+        slot = (SLOTS - 1) * STREAM_SLOT - slot;
+        if (n >= 2) TIMED(3, barrier_wait(bars.summed(n), (n / 2 - 1) & 1));
         write_sums(shared + PART_AT + (n & 1) * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.done(n));
+        item.advance();
     }
+#else
+#pragma unroll 1
+    while (item.n < tiles.count) {
+        const int n = item.n, group = item.group;
+        uint4 packed[5];
+#if BULK
+        TIMED(5, barrier_wait(bars.brought(n), n / SLOTS & 1));
+#pragma unroll
+        for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + n % SLOTS * STREAM_SLOT + group * 64 + NEXT * i);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bars.taken(n));
+#else
+        TIMED(5, copy_wait<SLOTS - 1>());
+#pragma unroll
+        for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + slot + NEXT * i);
+        bring(own + slot);
+        slot = (SLOTS - 1) * STREAM_SLOT - slot;
+#endif
+        if (n < GROUPS) TIMED(4, barrier_wait(bars.constants(group), 0));
+        // In this order: a tile's mixes of RING tiles before have come when its rows have left, so phases are told apart.
+        if (n >= RING) TIMED(2, barrier_wait(bars.normalised(n), (n / RING - 1) & 1));
+        TIMED(1, barrier_wait(bars.full(n), n / RING & 1));
+        float weights[5][4], pre[4], acc[3][4] = {}, square = 0, row_square = 0;
+        const u32 mix = mix_of + n % RING * MIX;
+        load_into(pre, mix + TOKENS * 80 - of * 48);
+        load_into(weights[0], mix + TOKENS * 64 - of * 48);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + i * 16);
+        update_tile(fn + group * FN_GROUP + lane * 16, weights, pre, packed, acc, square, row_square);
+        store_shared4(row_to + n % RING * ROW_SLOT + group * 64, packed[0].x, packed[0].y, packed[0].z, packed[0].w);
+        u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column + group * 64;
+#pragma unroll
+        for (int o = 0; o < 4; ++o)
+            if (of < tiles.here(n)) store_16(target + o * WIDTH, packed[1 + o]);
+        if (n >= 2) TIMED(3, barrier_wait(bars.summed(n), (n / 2 - 1) & 1));
+        write_sums(shared + PART_AT + (n & 1) * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bars.done(n));
+        item.advance();
+    }
+#endif
 }
 
-__device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, const u8* post, const u8* comb,
-                                           const u8* pre) {
+__device__ __forceinline__ void load_mix(u32 shared, Barriers bars, Tiles tiles, int lane, int n, const u8* post, const u8* comb,
+                                         const u8* pre) {
+    const u32 here = tiles.here(n), bar = bars.full(n), mix = shared + MIX_AT + n % RING * MIX;
+    const u64 token = tiles.token(n);
+    if (lane == 0) {
+        barrier_expect(bar, here * 96);
+        copy_bulk(mix, comb + token * 64, here * 64, bar);
+        copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
+        copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
+    }
+    __syncwarp();
+}
+
+// Mixes of a tile, when its rows of the ring are free.
+__device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, const u8* streams,
+                                           const u8* output, const u8* post, const u8* comb, const u8* pre) {
 #pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
-        if (n >= RING) barrier_wait(bars.done(n - RING), (n - RING) / LAG & 1);
-        if (n >= LAG) barrier_wait(bars.mixed(n), (n / LAG - 1) & 1);
-        const u32 bar = bars.full(n), here = tiles.here(n), mix = shared + MIX_AT + n % RING * MIX;
-        const u64 token = tiles.token(n);
-        if (lane == 0) {
-            barrier_expect(bar, here * 96);
-            copy_bulk(mix, comb + token * 64, here * 64, bar);
-            copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
-            copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
-        }
-        __syncwarp();
+#if BULK
+        // One ahead of its mixes: rows take longer.
+        const auto bring = [&](int m) {
+            if (m >= tiles.count) return;
+            if (m >= SLOTS) TIMED(3, barrier_wait(bars.taken(m), (m / SLOTS - 1) & 1));
+            const u32 bar = bars.brought(m), rows = tiles.here(m), to = shared + STREAM_AT + m % SLOTS * STREAM_SLOT;
+            const u64 from = tiles.token(m);
+            if (lane == 0) barrier_expect(bar, 5 * rows * ROW);
+            __syncwarp();
+            if (lane == 0) {
+                const u8 *row = streams + 4 * from * WIDTH + rank * ROW, *other = output + from * WIDTH + rank * ROW;
+#pragma unroll 1
+                for (u32 token = 0; token < rows; ++token, row += 4 * WIDTH, other += WIDTH) {
+                    const u32 at = to + row_of(token);
+                    copy_bulk(at, other, ROW, bar);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) copy_bulk(at + (1 + i) * ROW_SLOT, row + i * WIDTH, ROW, bar);
+                }
+            }
+            __syncwarp();
+        };
+        if (n == 0)
+            for (int m = 0; m < SLOTS; ++m) bring(m);
+        else
+            bring(n + SLOTS - 1);
+#endif
+        if (n >= RING) TIMED(1, barrier_wait(bars.done(n - RING), (n - RING) / LAG & 1));
+        if (n >= LAG) TIMED(2, barrier_wait(bars.mixed(n), (n / LAG - 1) & 1));
+        load_mix(shared, bars, tiles, lane, n, post, comb, pre);
     }
 }
 
 // Where blocks that share rows leave messages, in global memory: [MESSAGES][RANKS][TOKENS] squares of rows, then
-// [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + 1 tiles before;
-// who sent those had read the squares of 2 RING + 2 tiles before and the sums of RING + 1 + LAG tiles before.
-static_assert(MESSAGES >= 2 * RING + 2 && MESSAGES >= RING + 1 + LAG, "messages are read before they are written over");
+// [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + TURNS tiles
+// before; who sent those had read the squares of 2 (RING + TURNS) tiles before and the sums of RING + TURNS + LAG tiles before.
+static_assert(MESSAGES >= 2 * (RING + TURNS) && MESSAGES >= RING + TURNS + LAG, "messages are read before they are written over");
 struct Mail {
     u64* at;
     u32 epoch;  // of the launch: its tiles' tags follow
@@ -314,10 +502,15 @@ struct Mail {
 constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 blocks
 
 // Sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for its owner.
-__device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, int tiles, int lane, u32 rank) {
+__device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, Tiles all, int lane, u32 rank, const u8* post,
+                                          const u8* comb, const u8* pre) {
+    const int tiles = all.count;
+#if NORMS == 1
+    for (int n = 0; n < min(tiles, RING); ++n) load_mix(shared, bars, all, lane, n, post, comb, pre);
+#endif
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
-        barrier_wait(bars.done(n), n / LAG & 1);
+        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
         float4 sums[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -347,6 +540,13 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
                 post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
             }
         }
+#if NORMS == 1
+        const int m = n + RING;
+        if (m < tiles) {
+            if (m >= LAG) TIMED(2, barrier_wait(bars.mixed(m), (m / LAG - 1) & 1));
+            load_mix(shared, bars, all, lane, m, post, comb, pre);
+        }
+#endif
     }
 }
 
@@ -358,10 +558,13 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
     for (int n = 0; n < tiles.count; ++n) {
         const int mine = int(rank) - TOKENS * (n & 1);
         const bool own = mine >= 0 && mine < tiles.here(n);
-        barrier_wait(bars.done(n), n / LAG & 1);
+        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
         if (own) {
             const u64* from = mail.sums(n, 0, mine) + min(lane, int(SUMS) - 1);
             float sum;
+#ifdef WHERE
+            const u32 begin = clock();
+#endif
             while (true) {
                 bool missing = false;
                 sum = 0;
@@ -372,68 +575,163 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
                     sum += value_of(word);
                 }
                 if (!__any_sync(~0u, missing)) break;
-                __nanosleep(200);
+                __nanosleep(n + 2 < tiles.count ? 200 : NAP);
             }
+#ifdef WHERE
+            if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
+#endif
             if (kept == 0) first = tiles.token(n) + mine;
-            if (lane < SUMS) store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, sum);
+            if (lane < KEPT) store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, sum);
             ++kept;
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.mixed(n));
         if (kept < 32 && (n + 1 < tiles.count || kept == 0)) continue;
-        finish_token(shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, iterations, eps,
-                     mix_eps, lane < kept, first + lane * i64(2 * TOKENS * tiles.step), pre, post, comb);
+        TIMED(3,         finish_token(shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, iterations, eps,
+                     mix_eps, lane < kept, first + lane * i64(2 * TOKENS * tiles.step), pre, post, comb));
         kept = 0;
         __syncwarp();
     }
 }
 
-// Rows of half of a tile's tokens.
-__device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int first, u8* x,
-                                          float norm_eps) {
-    barrier_wait(bars.constants(GROUPS), 0);
+#if NORMS == 1
+// Rows of every other tile.
+__device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int first, int turn,
+                                          u8* x, float norm_eps) {
+    constexpr int PIECES = 4 * GROUPS;  // of 16 bytes of a row
     uint4 weights[GROUPS / 2];
+    u32 from[GROUPS / 2], to[GROUPS / 2];
+    barrier_wait(bars.constants(GROUPS), 0);
 #pragma unroll
-    for (int k = 0; k < GROUPS / 2; ++k) weights[k] = load_shared4(shared + WEIGHT_AT + (32 * k + lane) % (4 * GROUPS) * 16);
+    for (int k = 0; k < GROUPS / 2; ++k) {
+        const int item = 32 * k + lane;
+        weights[k] = load_shared4(shared + WEIGHT_AT + item % PIECES * 16);
+        from[k] = shared + ROW_AT + row_of(item / PIECES) + item % PIECES * 16;
+        to[k] = item / PIECES * u32(WIDTH) + item % PIECES * 16;
+    }
 #pragma unroll 1
-    for (int n = 0; n < tiles.count; ++n) {
-        barrier_wait(bars.done(n), n / LAG & 1);
-        const u32 rows = shared + ROW_AT + n % RING * ROW_SLOT + first * ROW_PITCH;
-        uint4 values[GROUPS / 2];
+    for (int n = turn; n < tiles.count; n += TURNS) {
+        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+#if !LATE
+        uint4 values[2][GROUPS / 2];
 #pragma unroll
-        for (int k = 0; k < GROUPS / 2; ++k) {
-            const int item = 32 * k + lane;
-            values[k] = load_shared4(rows + item / (4 * GROUPS) * ROW_PITCH + item % (4 * GROUPS) * 16);
-        }
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + n % RING * ROW_SLOT);
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.normalised(n));
-        const u64* from = mail.squares(n, lane & 7, first + (lane >> 3));
-        float square;
+#endif
+        // Of each half of the tokens a thread reads two squares.
+        const u64* at = mail.squares(n, lane & 7, lane >> 3);
+        float square[2];
+#ifdef WHERE
+        const u32 begin = clock();
+#endif
         while (true) {
-            const u64 low = read_word(from), high = read_word(from + 8 * TOKENS);
+            bool missing = false;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u64 low = read_word(at + half * (TOKENS / 2)), high = read_word(at + half * (TOKENS / 2) + 8 * TOKENS);
+                square[half] = value_of(low) + value_of(high);
+                missing |= tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n);
+            }
+            if (!__any_sync(~0u, missing)) break;
+            __nanosleep(32);
+        }
+#ifdef WHERE
+        if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
+#endif
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#if LATE
+            uint4 values[2][GROUPS / 2];
+#pragma unroll
+            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + n % RING * ROW_SLOT);
+            if (half) {
+                __syncwarp();
+                if (lane == 0) barrier_arrive(bars.normalised(n));
+            }
+#endif
+            square[half] += __shfl_xor_sync(~0u, square[half], 1);
+            square[half] += __shfl_xor_sync(~0u, square[half], 2);
+            square[half] += __shfl_xor_sync(~0u, square[half], 4);
+            const float factor = rsqrtf(fmaf(square[half], 1.0f / (RANKS * CHANNELS), norm_eps));
+            u8* target = x + u64(tiles.token(n) + half * (TOKENS / 2)) * WIDTH + rank * ROW;
+            const int here = tiles.here(n) - half * (TOKENS / 2);
+#pragma unroll
+            for (int k = 0; k < GROUPS / 2; ++k) {
+                const int token = (32 * k + lane) / PIECES;
+                const float f = __shfl_sync(~0u, factor, 8 * token);
+                const uint4 v = values[half][k], w = weights[k];
+                const auto scaled = [f](u32 a, u32 b) {
+                    return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
+                };
+                const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
+                if (token < here) store_16(target + to[k], out);
+            }
+        }
+    }
+}
+#else
+// Rows of half of a tile's tokens, of every TURNS-th tile.
+__device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int first, int turn,
+                                          u8* x, float norm_eps) {
+    constexpr int PIECES = 4 * GROUPS;  // of 16 bytes of a row
+    float weights[GROUPS / 2][8];
+    u32 from[GROUPS / 2], to[GROUPS / 2];
+    barrier_wait(bars.constants(GROUPS), 0);
+#pragma unroll
+    for (int k = 0; k < GROUPS / 2; ++k) {
+        const int item = 32 * k + lane;
+        const uint4 w = load_shared4(shared + WEIGHT_AT + item % PIECES * 16);
+        const u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) weights[k][2 * j] = bf16_low(words[j]), weights[k][2 * j + 1] = bf16_high(words[j]);
+        from[k] = shared + ROW_AT + row_of(first + item / PIECES) + item % PIECES * 16;
+        to[k] = item / PIECES * u32(WIDTH) + item % PIECES * 16;
+    }
+#pragma unroll 1
+    for (int n = turn; n < tiles.count; n += TURNS) {
+        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+        uint4 values[GROUPS / 2];
+#pragma unroll
+        for (int k = 0; k < GROUPS / 2; ++k) values[k] = load_shared4(from[k] + n % RING * ROW_SLOT);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bars.normalised(n));
+        const u64* at = mail.squares(n, lane & 7, first + (lane >> 3));
+        float square;
+#ifdef WHERE
+        const u32 begin = clock();
+#endif
+        while (true) {
+            const u64 low = read_word(at), high = read_word(at + 8 * TOKENS);
             square = value_of(low) + value_of(high);
             if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n))) break;
             __nanosleep(32);
         }
+#ifdef WHERE
+        if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
+#endif
         square += __shfl_xor_sync(~0u, square, 1);
         square += __shfl_xor_sync(~0u, square, 2);
         square += __shfl_xor_sync(~0u, square, 4);
-        const float factor = rsqrtf(square / (RANKS * CHANNELS) + norm_eps);
+        const float factor = rsqrtf(fmaf(square, 1.0f / (RANKS * CHANNELS), norm_eps));
         u8* target = x + u64(tiles.token(n) + first) * WIDTH + rank * ROW;
         const int here = tiles.here(n) - first;
 #pragma unroll
         for (int k = 0; k < GROUPS / 2; ++k) {
-            const int item = 32 * k + lane, token = item / (4 * GROUPS), piece = item % (4 * GROUPS);
+            const int token = (32 * k + lane) / PIECES;
             const float f = __shfl_sync(~0u, factor, 8 * token);
-            const uint4 v = values[k], w = weights[k];
-            const auto scaled = [f](u32 a, u32 b) {
-                return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
-            };
-            const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
-            if (token < here) store_16(target + token * WIDTH + piece * 16, out);
+            const u32 words[4] = {values[k].x, values[k].y, values[k].z, values[k].w};
+            u32 out[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                out[j] = pack_bf16(bf16_low(words[j]) * f * weights[k][2 * j], bf16_high(words[j]) * f * weights[k][2 * j + 1]);
+            if (token < here) store_16(target + to[k], make_uint4(out[0], out[1], out[2], out[3]));
         }
     }
 }
+#endif
 
 // streams [t, 4, d], output [t, d], weight [d], new_streams, x: bfloat16. post, pre [t, 4], comb [t, 4, 4]: float32.
 // fn: bfloat16 [RANKS][GROUPS][2 halves][4 streams][3][32 lanes][8], see `mhc.lane_projection`.
@@ -448,11 +746,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Barriers bars{shared + BARRIERS_AT};
     const int teams = gridDim.x / RANKS, team = blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
     const Tiles tiles{team, teams, (all - team + teams - 1) / teams, tokens};
+#ifdef WHERE
+    const u32 entered = clock();
+    if (threadIdx.x < (WARPS + 7) * 8) spent[threadIdx.x / 8][threadIdx.x % 8] = 0;
+    __syncthreads();
+#endif
     if (threadIdx.x == 0) {
         for (int n = 0; n < RING; ++n) {
             barrier_init(bars.full(n), 1);
-            barrier_init(bars.normalised(n), 2);
+            barrier_init(bars.normalised(n), NORMS == 1 ? 1 : 2);
         }
+        for (int n = 0; n < SLOTS; ++n) barrier_init(bars.brought(n), 1), barrier_init(bars.taken(n), GROUPS);
         for (int n = 0; n < LAG; ++n) barrier_init(bars.done(n), GROUPS), barrier_init(bars.mixed(n), 1);
         for (int n = 0; n < 2; ++n) barrier_init(bars.summed(n), 1);
         for (int k = 0; k <= GROUPS; ++k) barrier_init(bars.constants(k), 1);
@@ -467,28 +771,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         barrier_expect(bars.constants(GROUPS), ROW);
         copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
     }
-    if (warp == GROUPS && lane < MODEL) store_float(shared + MODEL_AT + lane * 4, lane < 24 ? base[lane] : scale[lane - 24]);
+    if (warp == WARPS && lane < MODEL) store_float(shared + MODEL_AT + lane * 4, lane < 24 ? base[lane] : scale[lane - 24]);
     __syncwarp();
     __syncthreads();
     wait_for_kernels();
     u32* epoch = reinterpret_cast<u32*>(mail_at) + team;
     Mail mail{mail_at + 32 + team * MAIL, 0};
-    if (warp >= GROUPS) {
+    if (warp >= WARPS) {
         mail.epoch = *const_cast<volatile u32*>(epoch);
-        named_sync(1, THREADS - 32 * GROUPS);  // a block that has sent has read it
+        named_sync(1, THREADS - 32 * WARPS);  // a block that has sent has read it
     }
     // Multiprocessors have four schedulers, warps go to them in turn: the busy ones of these to those with fewer that compute.
-    const int role = warp - GROUPS;
+    const int role = warp - WARPS;
+    const int norm = NORMS == 1 ? (role < 2 ? 2 * role : -1) : NORMS == 2 ? (role == 1 ? 0 : role == 4 ? 1 : -1)
+                     : WARPS % 4 == 0 ? (role < 4 ? role : -1)
+                                      : (role < 2 ? role : role == 4 || role == 5 ? role - 2 : -1);
     if (role < 0)
-        compute(shared, memory + FN_AT + warp * FN_GROUP, bars, tiles, warp, lane, rank, streams, output, new_streams);
-    else if (role == 0)
+        compute(shared, memory + FN_AT, bars, tiles, warp, lane, rank, streams, output, new_streams);
+    else if (norm >= 0)
+        normalise(shared, bars, mail, tiles, lane, rank, (norm & 1) * (TOKENS / 2), norm >> 1, x, norm_eps);
+    else if (role == FINISH)
         finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, new_pre, new_post, new_comb);
-    else if (role == 1 || role == 4)
-        normalise(shared, bars, mail, tiles, lane, rank, role == 1 ? 0 : TOKENS / 2, x, norm_eps);
-    else if (role == 2)
-        load_mixes(shared, bars, tiles, lane, post, comb, pre);
+    else if (role == LOAD)
+        load_mixes(shared, bars, tiles, lane, rank, streams, output, post, comb, pre);
     else
-        send_sums(shared, bars, mail, tiles.count, lane, rank);
+        send_sums(shared, bars, mail, tiles, lane, rank, post, comb, pre);
     // All blocks have sent, so all have read this.
     if (role == 1 && lane == 0 && rank == 0) *epoch = mail.epoch + tiles.count;
+#ifdef WHERE
+    if (lane == 0) {
+        spent[warp][0] = u32(clock()) - entered;
+
+        u32* to = reinterpret_cast<u32*>(mail_at + 32 + 8 * MAIL) + (blockIdx.x * 32 + warp) * 8;
+        for (int k = 0; k < 8; ++k) to[k] = spent[warp][k];
+    }
+#endif
 }
