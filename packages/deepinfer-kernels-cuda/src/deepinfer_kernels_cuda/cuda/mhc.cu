@@ -33,6 +33,15 @@
 #ifndef LATE
 #define LATE 0
 #endif
+#ifndef PAIR
+#define PAIR 0
+#endif
+#ifndef MERGED
+#define MERGED (NORMS == 1)
+#endif
+#ifndef HELD
+#define HELD 32
+#endif
 #ifndef NAP
 #define NAP 0
 #endif
@@ -121,6 +130,45 @@ __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)
                 packed[1 + o].x = a, packed[1 + o].y = b;
 #pragma unroll
             for (int m = 0; m < 3; ++m) multiply(acc[m], *reinterpret_cast<const uint4*>(fn + ((half * 4 + o) * 3 + m) * 512), a, b);
+            v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k], square += v[k] * v[k];
+        }
+        const u32 a = pack_bf16(collapsed[0], collapsed[1]), b = pack_bf16(collapsed[2], collapsed[3]);
+        if (half)
+            packed[0].z = a, packed[0].w = b;
+        else
+            packed[0].x = a, packed[0].y = b;
+        row_square += bf16_low(a) * bf16_low(a) + bf16_high(a) * bf16_high(a);
+        row_square += bf16_low(b) * bf16_low(b) + bf16_high(b) * bf16_high(b);
+    }
+}
+
+// The same but for the products.
+__device__ __forceinline__ void update_rows(const float (&weights)[5][4], const float (&pre)[4], uint4 (&packed)[5], float& square,
+                                            float& row_square) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float in[5][4], collapsed[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int i = 0; i < 5; ++i) {
+            const u32 a = half ? packed[i].z : packed[i].x, b = half ? packed[i].w : packed[i].y;
+            in[i][0] = bf16_low(a), in[i][1] = bf16_high(a), in[i][2] = bf16_low(b), in[i][3] = bf16_high(b);
+        }
+#pragma unroll
+        for (int o = 0; o < 4; ++o) {
+            float v[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                v[k] = weights[0][o] * in[0][k];
+#pragma unroll
+                for (int i = 1; i < 5; ++i) v[k] += weights[i][o] * in[i][k];
+            }
+            const u32 a = pack_bf16(v[0], v[1]), b = pack_bf16(v[2], v[3]);
+            if (half)
+                packed[1 + o].z = a, packed[1 + o].w = b;
+            else
+                packed[1 + o].x = a, packed[1 + o].y = b;
             v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
 #pragma unroll
             for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k], square += v[k] * v[k];
@@ -251,8 +299,8 @@ __device__ __forceinline__ void finish_token(u32 sums, u32 model, float width, i
 
 constexpr int RANKS = 16, TOKENS = 8, SLOTS = SLOT, RING = RINGS, LAG = 8, MESSAGES = 16;
 constexpr int TURNS = NORMS == 1 ? 2 : NORMS / 2;  // pairs of warps that normalise, each every TURNS tiles
-constexpr int THREADS = 32 * (WARPS + (NORMS == 1 ? 4 : 3 + NORMS));
-constexpr int FINISH = NORMS == 1 ? 2 : NORMS == 2 ? 0 : WARPS % 4 == 0 ? 4 : 6, LOAD = NORMS == 1 ? -1 : NORMS == 2 || WARPS % 4 ? 2 : 5;
+constexpr int THREADS = 32 * (WARPS + (NORMS == 1 ? 4 : 3 - MERGED + NORMS));
+constexpr int FINISH = NORMS == 1 || (MERGED && WARPS % 4) ? 2 : NORMS == 2 ? 0 : WARPS % 4 == 0 ? 4 : 6, LOAD = MERGED ? -1 : NORMS == 2 || WARPS % 4 ? 2 : 5;
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
 constexpr u64 WIDTH = u64(RANKS) * ROW;                      // of a row
@@ -277,7 +325,7 @@ constexpr u32 MIX_AT = WEIGHT_AT + ROW;
 constexpr u32 PART_AT = MIX_AT + RING * MIX;                 // [2][GROUPS][8][SUMS]
 constexpr u32 KEPT = 25;                                     // words of a token whose coefficients are not made yet
 constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
-constexpr u32 MODEL_AT = KEPT_AT + 32 * KEPT * 4;
+constexpr u32 MODEL_AT = KEPT_AT + HELD * KEPT * 4;
 constexpr u32 BARRIERS_AT = MODEL_AT + (MODEL + 1) * 4;
 constexpr u32 BYTES = BARRIERS_AT + 8 * (2 * RING + 2 * LAG + 2 + GROUPS + 1 + 2 * SLOTS);
 #ifdef SHARED
@@ -359,7 +407,64 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
     for (int n = 0; n < SLOTS; ++n) bring(own + n * STREAM_SLOT);
 #endif
     const u32 row_to = shared + ROW_AT + row_of(of) + quad * 16, mix_of = shared + MIX_AT + of * 64;
-#if HALVES
+#if PAIR
+    // Two tiles at once: what a lane reads of the projection serves both.
+#pragma unroll 1
+    for (int pair = 0; pair < tiles.count; pair += 2) {
+        const int group = warp;
+        uint4 packed[2][5];
+        float square[2] = {0, 0}, row_square[2] = {0, 0}, acc[2][3][4] = {};
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int n = pair + j;
+#pragma unroll
+            for (int i = 0; i < 5; ++i) packed[j][i] = make_uint4(0, 0, 0, 0);
+            if (n < tiles.count) {
+                TIMED(5, copy_wait<SLOTS - 1>());
+#pragma unroll
+                for (int i = 0; i < 5; ++i) packed[j][i] = load_shared4(own + j * STREAM_SLOT + NEXT * i);
+                bring(own + j * STREAM_SLOT);
+                if (n >= RING) TIMED(2, barrier_wait(bars.normalised(n), (n / RING - 1) & 1));
+                TIMED(1, barrier_wait(bars.full(n), n / RING & 1));
+                float weights[5][4], pre[4];
+                const u32 mix = mix_of + n % RING * MIX;
+                load_into(pre, mix + TOKENS * 80 - of * 48);
+                load_into(weights[0], mix + TOKENS * 64 - of * 48);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + i * 16);
+                update_rows(weights, pre, packed[j], square[j], row_square[j]);
+                store_shared4(row_to + n % RING * ROW_SLOT + group * 64, packed[j][0].x, packed[j][0].y, packed[j][0].z, packed[j][0].w);
+                u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column + group * 64;
+#pragma unroll
+                for (int o = 0; o < 4; ++o)
+                    if (of < tiles.here(n)) store_16(target + o * WIDTH, packed[j][1 + o]);
+            }
+        }
+        if (pair == 0) TIMED(4, barrier_wait(bars.constants(group), 0));
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int o = 0; o < 4; ++o)
+#pragma unroll
+                for (int m = 0; m < 3; ++m) {
+                    const uint4 part = *reinterpret_cast<const uint4*>(fn + group * FN_GROUP + lane * 16 + ((half * 4 + o) * 3 + m) * 512);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j)
+                        multiply(acc[j][m], part, half ? packed[j][1 + o].z : packed[j][1 + o].x,
+                                 half ? packed[j][1 + o].w : packed[j][1 + o].y);
+                }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int n = pair + j;
+            if (n < tiles.count) {
+                if (n >= 2) TIMED(3, barrier_wait(bars.summed(n), (n / 2 - 1) & 1));
+                write_sums(shared + PART_AT + j * PART + group * 8 * SUMS * 4, lane, acc[j], square[j], row_square[j]);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(bars.done(n));
+            }
+        }
+    }
+#elif HALVES
 #pragma unroll 1
     while (item.n < tiles.count) {
         const int n = item.n, group = item.group;
@@ -505,7 +610,7 @@ constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 block
 __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, Tiles all, int lane, u32 rank, const u8* post,
                                           const u8* comb, const u8* pre) {
     const int tiles = all.count;
-#if NORMS == 1
+#if MERGED
     for (int n = 0; n < min(tiles, RING); ++n) load_mix(shared, bars, all, lane, n, post, comb, pre);
 #endif
 #pragma unroll 1
@@ -540,7 +645,7 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
                 post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
             }
         }
-#if NORMS == 1
+#if MERGED
         const int m = n + RING;
         if (m < tiles) {
             if (m >= LAG) TIMED(2, barrier_wait(bars.mixed(m), (m / LAG - 1) & 1));
@@ -586,7 +691,7 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.mixed(n));
-        if (kept < 32 && (n + 1 < tiles.count || kept == 0)) continue;
+        if (kept < HELD && (n + 1 < tiles.count || kept == 0)) continue;
         TIMED(3,         finish_token(shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, iterations, eps,
                      mix_eps, lane < kept, first + lane * i64(2 * TOKENS * tiles.step), pre, post, comb));
         kept = 0;
