@@ -42,6 +42,9 @@
 #ifndef HELD
 #define HELD 32
 #endif
+#ifndef DRY
+#define DRY 1
+#endif
 #ifndef NAP
 #define NAP 0
 #endif
@@ -327,7 +330,8 @@ constexpr u32 KEPT = 25;                                     // words of a token
 constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
 constexpr u32 MODEL_AT = KEPT_AT + HELD * KEPT * 4;
 constexpr u32 BARRIERS_AT = MODEL_AT + (MODEL + 1) * 4;
-constexpr u32 BYTES = BARRIERS_AT + 8 * (2 * RING + 2 * LAG + 2 + GROUPS + 1 + 2 * SLOTS);
+constexpr int ALL_BARRIERS = 2 * RING + 2 * LAG + 2 + GROUPS + 1 + 2 * SLOTS;
+constexpr u32 BYTES = BARRIERS_AT + 8 * ALL_BARRIERS;
 #ifdef SHARED
 static_assert(BYTES == SHARED, "shared memory that is asked for");
 #endif
@@ -614,8 +618,9 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
     for (int n = 0; n < min(tiles, RING); ++n) load_mix(shared, bars, all, lane, n, post, comb, pre);
 #endif
 #pragma unroll 1
-    for (int n = 0; n < tiles; ++n) {
-        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+    for (int n = -DRY; n < tiles; ++n) {
+        const bool dry = n < 0;
+        if (!dry) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
         float4 sums[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -629,17 +634,17 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.summed(n));
+        if (lane == 0 && !dry) barrier_arrive(bars.summed(n));
         const u32 tag = mail.tag(n);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int item = lane + 32 * i, token = item / 7, piece = item % 7;
-            if (item < TOKENS * 7 && piece == 6) post_word(mail.squares(n, rank, token), tagged(sums[i].y, tag));
+            if (!dry && item < TOKENS * 7 && piece == 6) post_word(mail.squares(n, rank, token), tagged(sums[i].y, tag));
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int item = lane + 32 * i, token = item / 7, piece = item % 7;
-            if (item < TOKENS * 7) {
+            if (!dry && item < TOKENS * 7) {
                 u64* to = mail.sums(n, rank, token) + piece * 4;
                 post_words(to, tagged(sums[i].x, tag), tagged(sums[i].y, tag));
                 post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
@@ -647,7 +652,7 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
         }
 #if MERGED
         const int m = n + RING;
-        if (m < tiles) {
+        if (!dry && m < tiles) {
             if (m >= LAG) TIMED(2, barrier_wait(bars.mixed(m), (m / LAG - 1) & 1));
             load_mix(shared, bars, all, lane, m, post, comb, pre);
         }
@@ -659,13 +664,15 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
 __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int iterations,
                                              float eps, float mix_eps, float* pre, float* post, float* comb) {
     int kept = 0, first = 0;
+    // First through all of it without effect: the instructions are at hand when the first sums come.
 #pragma unroll 1
-    for (int n = 0; n < tiles.count; ++n) {
+    for (int n = -DRY; n < tiles.count; ++n) {
+        const bool dry = n < 0;
         const int mine = int(rank) - TOKENS * (n & 1);
-        const bool own = mine >= 0 && mine < tiles.here(n);
-        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+        const bool own = dry || (mine >= 0 && mine < tiles.here(n));
+        if (!dry) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
         if (own) {
-            const u64* from = mail.sums(n, 0, mine) + min(lane, int(SUMS) - 1);
+            const u64* from = mail.sums(dry ? 0 : n, 0, dry ? 0 : mine) + min(lane, int(SUMS) - 1);
             float sum;
 #ifdef WHERE
             const u32 begin = clock();
@@ -679,7 +686,7 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
                     missing |= tag_of(word) != mail.tag(n);
                     sum += value_of(word);
                 }
-                if (!__any_sync(~0u, missing)) break;
+                if (!__any_sync(~0u, missing) || dry) break;
                 __nanosleep(n + 2 < tiles.count ? 200 : NAP);
             }
 #ifdef WHERE
@@ -690,10 +697,10 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
             ++kept;
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.mixed(n));
-        if (kept < HELD && (n + 1 < tiles.count || kept == 0)) continue;
-        TIMED(3,         finish_token(shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, iterations, eps,
-                     mix_eps, lane < kept, first + lane * i64(2 * TOKENS * tiles.step), pre, post, comb));
+        if (lane == 0 && !dry) barrier_arrive(bars.mixed(n));
+        if (!dry && kept < HELD && (n + 1 < tiles.count || kept == 0)) continue;
+        TIMED(3,         finish_token(shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, dry ? 2 : iterations, eps,
+                     mix_eps, lane < kept && !dry, first + lane * i64(2 * TOKENS * tiles.step), pre, post, comb));
         kept = 0;
         __syncwarp();
     }
@@ -715,19 +722,20 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
         to[k] = item / PIECES * u32(WIDTH) + item % PIECES * 16;
     }
 #pragma unroll 1
-    for (int n = turn; n < tiles.count; n += TURNS) {
-        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+    for (int n = turn - TURNS * DRY; n < tiles.count; n += TURNS) {
+        const bool dry = n < 0;
+        if (!dry) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
 #if !LATE
         uint4 values[2][GROUPS / 2];
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + n % RING * ROW_SLOT);
+            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + u32(n) % RING * ROW_SLOT);
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.normalised(n));
+        if (lane == 0 && !dry) barrier_arrive(bars.normalised(n));
 #endif
         // Of each half of the tokens a thread reads two squares.
-        const u64* at = mail.squares(n, lane & 7, lane >> 3);
+        const u64* at = mail.squares(dry ? 0 : n, lane & 7, lane >> 3);
         float square[2];
 #ifdef WHERE
         const u32 begin = clock();
@@ -740,7 +748,7 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
                 square[half] = value_of(low) + value_of(high);
                 missing |= tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n);
             }
-            if (!__any_sync(~0u, missing)) break;
+            if (!__any_sync(~0u, missing) || dry) break;
             __nanosleep(32);
         }
 #ifdef WHERE
@@ -751,10 +759,10 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
 #if LATE
             uint4 values[2][GROUPS / 2];
 #pragma unroll
-            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + n % RING * ROW_SLOT);
+            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + u32(n) % RING * ROW_SLOT);
             if (half) {
                 __syncwarp();
-                if (lane == 0) barrier_arrive(bars.normalised(n));
+                if (lane == 0 && !dry) barrier_arrive(bars.normalised(n));
             }
 #endif
             square[half] += __shfl_xor_sync(~0u, square[half], 1);
@@ -762,7 +770,7 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
             square[half] += __shfl_xor_sync(~0u, square[half], 4);
             const float factor = rsqrtf(fmaf(square[half], 1.0f / (RANKS * CHANNELS), norm_eps));
             u8* target = x + u64(tiles.token(n) + half * (TOKENS / 2)) * WIDTH + rank * ROW;
-            const int here = tiles.here(n) - half * (TOKENS / 2);
+            const int here = dry ? 0 : tiles.here(n) - half * (TOKENS / 2);
 #pragma unroll
             for (int k = 0; k < GROUPS / 2; ++k) {
                 const int token = (32 * k + lane) / PIECES;
@@ -796,14 +804,15 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
         to[k] = item / PIECES * u32(WIDTH) + item % PIECES * 16;
     }
 #pragma unroll 1
-    for (int n = turn; n < tiles.count; n += TURNS) {
-        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+    for (int n = turn - TURNS * DRY; n < tiles.count; n += TURNS) {
+        const bool dry = n < 0;
+        if (!dry) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
         uint4 values[GROUPS / 2];
 #pragma unroll
-        for (int k = 0; k < GROUPS / 2; ++k) values[k] = load_shared4(from[k] + n % RING * ROW_SLOT);
+        for (int k = 0; k < GROUPS / 2; ++k) values[k] = load_shared4(from[k] + u32(n) % RING * ROW_SLOT);
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.normalised(n));
-        const u64* at = mail.squares(n, lane & 7, first + (lane >> 3));
+        if (lane == 0 && !dry) barrier_arrive(bars.normalised(n));
+        const u64* at = mail.squares(dry ? 0 : n, lane & 7, first + (lane >> 3));
         float square;
 #ifdef WHERE
         const u32 begin = clock();
@@ -811,7 +820,7 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
         while (true) {
             const u64 low = read_word(at), high = read_word(at + 8 * TOKENS);
             square = value_of(low) + value_of(high);
-            if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n))) break;
+            if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n)) || dry) break;
             __nanosleep(32);
         }
 #ifdef WHERE
@@ -822,7 +831,7 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
         square += __shfl_xor_sync(~0u, square, 4);
         const float factor = rsqrtf(fmaf(square, 1.0f / (RANKS * CHANNELS), norm_eps));
         u8* target = x + u64(tiles.token(n) + first) * WIDTH + rank * ROW;
-        const int here = tiles.here(n) - first;
+        const int here = dry ? 0 : tiles.here(n) - first;
 #pragma unroll
         for (int k = 0; k < GROUPS / 2; ++k) {
             const int token = (32 * k + lane) / PIECES;
@@ -856,25 +865,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < (WARPS + 7) * 8) spent[threadIdx.x / 8][threadIdx.x % 8] = 0;
     __syncthreads();
 #endif
-    if (threadIdx.x == 0) {
-        for (int n = 0; n < RING; ++n) {
-            barrier_init(bars.full(n), 1);
-            barrier_init(bars.normalised(n), NORMS == 1 ? 1 : 2);
-        }
-        for (int n = 0; n < SLOTS; ++n) barrier_init(bars.brought(n), 1), barrier_init(bars.taken(n), GROUPS);
-        for (int n = 0; n < LAG; ++n) barrier_init(bars.done(n), GROUPS), barrier_init(bars.mixed(n), 1);
-        for (int n = 0; n < 2; ++n) barrier_init(bars.summed(n), 1);
-        for (int k = 0; k <= GROUPS; ++k) barrier_init(bars.constants(k), 1);
+    if (warp == 0) {
+        for (int k = lane; k < ALL_BARRIERS; k += 32)
+            barrier_init(shared + BARRIERS_AT + 8 * k, k < RING                                ? 1
+                                                       : k < 2 * RING                         ? (NORMS == 1 ? 1 : 2)
+                                                       : k < 2 * RING + LAG                   ? GROUPS
+                                                       : k < ALL_BARRIERS - SLOTS             ? 1
+                                                                                              : GROUPS);
         fence_barriers();
         fence_async_shared();
+        __syncwarp();
         // Constants of the model: no kernel ahead writes them.
-        for (int group = 0; group < GROUPS; ++group) {
-            barrier_expect(bars.constants(group), FN_GROUP);
-            copy_bulk(shared + FN_AT + group * FN_GROUP, fn + (rank * GROUPS + group) * u64(FN_GROUP), FN_GROUP,
-                      bars.constants(group));
+        if (lane < GROUPS) {
+            barrier_expect(bars.constants(lane), FN_GROUP);
+            copy_bulk(shared + FN_AT + lane * FN_GROUP, fn + (rank * GROUPS + lane) * u64(FN_GROUP), FN_GROUP, bars.constants(lane));
+        } else if (lane == GROUPS) {
+            barrier_expect(bars.constants(GROUPS), ROW);
+            copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
         }
-        barrier_expect(bars.constants(GROUPS), ROW);
-        copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
     }
     if (warp == WARPS && lane < MODEL) store_float(shared + MODEL_AT + lane * 4, lane < 24 ? base[lane] : scale[lane - 24]);
     __syncwarp();
