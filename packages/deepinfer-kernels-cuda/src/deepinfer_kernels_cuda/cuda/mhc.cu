@@ -12,41 +12,14 @@
 #ifndef GROUPS
 #define GROUPS 10
 #endif
-#ifndef NORMS
-#define NORMS 4
-#endif
 #ifndef WARPS
 #define WARPS (GROUPS >= 8 ? 12 : GROUPS)
 #endif
-#ifndef RINGS
-#define RINGS 4
-#endif
-#ifndef BULK
-#define BULK 0
-#endif
-#ifndef SLOT
-#define SLOT 2
-#endif
-#ifndef HALVES
-#define HALVES 0
-#endif
-#ifndef LATE
-#define LATE 0
-#endif
-#ifndef PAIR
-#define PAIR 0
-#endif
-#ifndef MERGED
-#define MERGED (NORMS == 1)
-#endif
-#ifndef HELD
-#define HELD 32
-#endif
-#ifndef DRY
-#define DRY 1
+#ifndef AHEAD
+#define AHEAD 8
 #endif
 #ifndef NAP
-#define NAP 0
+#define NAP 200
 #endif
 
 #ifdef WHERE
@@ -147,79 +120,6 @@ __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)
     }
 }
 
-// The same but for the products.
-__device__ __forceinline__ void update_rows(const float (&weights)[5][4], const float (&pre)[4], uint4 (&packed)[5], float& square,
-                                            float& row_square) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float in[5][4], collapsed[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int i = 0; i < 5; ++i) {
-            const u32 a = half ? packed[i].z : packed[i].x, b = half ? packed[i].w : packed[i].y;
-            in[i][0] = bf16_low(a), in[i][1] = bf16_high(a), in[i][2] = bf16_low(b), in[i][3] = bf16_high(b);
-        }
-#pragma unroll
-        for (int o = 0; o < 4; ++o) {
-            float v[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                v[k] = weights[0][o] * in[0][k];
-#pragma unroll
-                for (int i = 1; i < 5; ++i) v[k] += weights[i][o] * in[i][k];
-            }
-            const u32 a = pack_bf16(v[0], v[1]), b = pack_bf16(v[2], v[3]);
-            if (half)
-                packed[1 + o].z = a, packed[1 + o].w = b;
-            else
-                packed[1 + o].x = a, packed[1 + o].y = b;
-            v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k], square += v[k] * v[k];
-        }
-        const u32 a = pack_bf16(collapsed[0], collapsed[1]), b = pack_bf16(collapsed[2], collapsed[3]);
-        if (half)
-            packed[0].z = a, packed[0].w = b;
-        else
-            packed[0].x = a, packed[0].y = b;
-        row_square += bf16_low(a) * bf16_low(a) + bf16_high(a) * bf16_high(a);
-        row_square += bf16_low(b) * bf16_low(b) + bf16_high(b) * bf16_high(b);
-    }
-}
-
-// Half of it, 16 channels; of each thread 4 of token lane / 4. `from`: where its 8 bytes of the output lie, those of the streams
-// 512 bytes further each. Returns the collapsed row.
-__device__ __forceinline__ uint2 update_half(const u8* fn, u32 from, const float (&weights)[5][4], const float (&pre)[4],
-                                             float (&acc)[3][4], float& square, float& row_square, u8* target, u64 width, bool store) {
-    float in[5][4], collapsed[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < 5; ++i) {
-        const uint2 d = load_shared2(from + 512 * i);
-        in[i][0] = bf16_low(d.x), in[i][1] = bf16_high(d.x), in[i][2] = bf16_low(d.y), in[i][3] = bf16_high(d.y);
-    }
-#pragma unroll
-    for (int o = 0; o < 4; ++o) {
-        float v[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            v[k] = weights[0][o] * in[0][k];
-#pragma unroll
-            for (int i = 1; i < 5; ++i) v[k] += weights[i][o] * in[i][k];
-        }
-        const u32 a = pack_bf16(v[0], v[1]), b = pack_bf16(v[2], v[3]);
-        if (store)
-            asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(target + o * width), "r"(a), "r"(b) : "memory");
-#pragma unroll
-        for (int m = 0; m < 3; ++m) multiply(acc[m], *reinterpret_cast<const uint4*>(fn + (o * 3 + m) * 512), a, b);
-        v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k], square += v[k] * v[k];
-    }
-    const u32 a = pack_bf16(collapsed[0], collapsed[1]), b = pack_bf16(collapsed[2], collapsed[3]);
-    row_square += bf16_low(a) * bf16_low(a) + bf16_high(a) * bf16_high(a);
-    row_square += bf16_low(b) * bf16_low(b) + bf16_high(b) * bf16_high(b);
-    return make_uint2(a, b);
-}
-
 // A warp's sums [8 tokens][SUMS]. A thread has rows lane / 4 and that + 8 of the products for tokens 2 quad and 2 quad + 1. High
 // and low parts meet here.
 __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc)[3][4], float square, float row_square) {
@@ -300,23 +200,17 @@ __device__ __forceinline__ void finish_token(u32 sums, u32 model, float width, i
     }
 }
 
-constexpr int RANKS = 16, TOKENS = 8, SLOTS = SLOT, RING = RINGS, LAG = 8, MESSAGES = 16;
-constexpr int TURNS = NORMS == 1 ? 2 : NORMS / 2;  // pairs of warps that normalise, each every TURNS tiles
-constexpr int THREADS = 32 * (WARPS + (NORMS == 1 ? 4 : 3 - MERGED + NORMS));
-constexpr int FINISH = NORMS == 1 || (MERGED && WARPS % 4) ? 2 : NORMS == 2 ? 0 : WARPS % 4 == 0 ? 4 : 6, LOAD = MERGED ? -1 : NORMS == 2 || WARPS % 4 ? 2 : 5;
+constexpr int RANKS = 16, TOKENS = 8, SLOTS = 2, RING = 4, LAG = 8, MESSAGES = 16;
+constexpr int TURNS = 2;  // pairs of warps that normalise, each every other tile
+constexpr int THREADS = 32 * (WARPS + 8);
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
 constexpr u64 WIDTH = u64(RANKS) * ROW;                      // of a row
 // Where a token's part of the row lies: the second of two in other banks than the first.
 __device__ constexpr u32 row_of(int token) { return (token >> 1) * (2 * ROW + 64) + (token & 1) * (ROW + 64); }
 constexpr u32 ROW_SLOT = TOKENS / 2 * (2 * ROW + 64);
-#if BULK
-constexpr u32 STREAM_SLOT = 5 * ROW_SLOT;                    // rows of the output and of four streams
-constexpr u32 STREAMS = SLOTS * STREAM_SLOT;
-#else
 constexpr u32 STREAM_SLOT = 5 * 512;                         // of a warp: 16 bytes a thread of the output and four streams
 constexpr u32 STREAMS = WARPS * SLOTS * STREAM_SLOT;
-#endif
 constexpr u32 PART = GROUPS * 8 * SUMS * 4;
 constexpr u32 MIX = TOKENS * 96;                             // of a tile: comb, post, pre
 
@@ -326,11 +220,13 @@ constexpr u32 ROW_AT = STREAM_AT + STREAMS;
 constexpr u32 WEIGHT_AT = ROW_AT + RING * ROW_SLOT;
 constexpr u32 MIX_AT = WEIGHT_AT + ROW;
 constexpr u32 PART_AT = MIX_AT + RING * MIX;                 // [2][GROUPS][8][SUMS]
-constexpr u32 KEPT = 25;                                     // words of a token whose coefficients are not made yet
+constexpr u32 KEPT = 27;                                     // words of a token whose coefficients are not made yet: sums, which it is
 constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
-constexpr u32 MODEL_AT = KEPT_AT + HELD * KEPT * 4;
-constexpr u32 BARRIERS_AT = MODEL_AT + (MODEL + 1) * 4;
-constexpr int ALL_BARRIERS = 2 * RING + 2 * LAG + 2 + GROUPS + 1 + 2 * SLOTS;
+constexpr u32 MODEL_AT = KEPT_AT + 32 * KEPT * 4;
+constexpr u32 IDS_AT = MODEL_AT + (MODEL + 1) * 4;             // [IDS] tagged words: which tile is a team's n-th
+constexpr int IDS = 32;
+constexpr u32 BARRIERS_AT = IDS_AT + IDS * 8;
+constexpr int ALL_BARRIERS = 2 * RING + 2 * LAG + 2 + GROUPS + 1;
 constexpr u32 BYTES = BARRIERS_AT + 8 * ALL_BARRIERS;
 #ifdef SHARED
 static_assert(BYTES == SHARED, "shared memory that is asked for");
@@ -357,14 +253,21 @@ struct Barriers {
     __device__ u32 mixed(int n) const { return base + 8 * (2 * RING + LAG + n % LAG); }  // its sums have come and were read
     __device__ u32 summed(int n) const { return base + 8 * (2 * RING + 2 * LAG + n % 2); }  // the warps' sums were read
     __device__ u32 constants(int k) const { return base + 8 * (2 * RING + 2 * LAG + 2 + k); }  // a warp's projection; at GROUPS the weight
-    __device__ u32 brought(int n) const { return constants(GROUPS + 1) + 8 * (n % SLOTS); }  // a tile's rows have come
-    __device__ u32 taken(int n) const { return constants(GROUPS + 1 + SLOTS) + 8 * (n % SLOTS); }  // and are in registers
 };
 
+// Which tiles a team does: the first AHEAD of them by its number, then whichever is next when it has done that many fewer.
 struct Tiles {
-    int first, step, count, tokens;
-    __device__ int token(int n) const { return (first + n * step) * TOKENS; }
-    __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
+    int team, teams, all, tokens;
+    u32 ids;
+    // The n-th; `all` or more behind the last.
+    __device__ int id(int n) const {
+        if (n < AHEAD) return team + n * teams;
+        uint2 word;
+        do word = load_shared2(ids + n % IDS * 8);
+        while (word.y != u32(n));
+        return word.x;
+    }
+    __device__ int here(int token) const { return min(TOKENS, tokens - token); }
 };
 
 // What a warp updates: 32 channels of a tile. A warp's next is WARPS further.
@@ -381,145 +284,35 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
     const int of = lane >> 2, quad = lane & 3;
     const u64 column = rank * ROW + quad * 16;
     Item item{warp / GROUPS, warp % GROUPS};
-#if BULK
-    const u32 own = shared + STREAM_AT + row_of(of) + quad * 16;
-    constexpr u32 NEXT = ROW_SLOT;
-#else
     u32 slot = 0;
-#if HALVES
-    // Threads read 8 of each other's 16 bytes: tokens 2 and 3 of four have their halves exchanged, for the banks' sake.
-    const u32 own = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + of * 64 + (quad * 16 ^ (of & 2) * 16);
-    const u32 read = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + of * 64, swizzled = quad * 8 ^ (of & 2) * 16;
-    const u32 row_at = shared + ROW_AT + row_of(of) + quad * 8;
-#else
     const u32 own = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + lane * 16;
-#endif
     constexpr u32 NEXT = 512;
     Item next = item;
     // A thread reads only what it brought itself.
     const auto bring = [&](u32 to) {
-        if (next.n < tiles.count) {
-            const u64 token = min(tiles.token(next.n) + of, tiles.tokens - 1), at = column + next.group * 64;
+        const int id = tiles.id(next.n);
+        if (id < tiles.all) {
+            const u64 token = min(id * TOKENS + of, tiles.tokens - 1), at = column + next.group * 64;
             copy_16(to, output + token * WIDTH + at);
 #pragma unroll
             for (int i = 0; i < 4; ++i) copy_16(to + 512 * (1 + i), streams + (4 * token + i) * WIDTH + at);
+            next.advance();
         }
         copy_commit();
-        next.advance();
     };
 #pragma unroll
     for (int n = 0; n < SLOTS; ++n) bring(own + n * STREAM_SLOT);
-#endif
     const u32 row_to = shared + ROW_AT + row_of(of) + quad * 16, mix_of = shared + MIX_AT + of * 64;
-#if PAIR
-    // Two tiles at once: what a lane reads of the projection serves both.
 #pragma unroll 1
-    for (int pair = 0; pair < tiles.count; pair += 2) {
-        const int group = warp;
-        uint4 packed[2][5];
-        float square[2] = {0, 0}, row_square[2] = {0, 0}, acc[2][3][4] = {};
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int n = pair + j;
-#pragma unroll
-            for (int i = 0; i < 5; ++i) packed[j][i] = make_uint4(0, 0, 0, 0);
-            if (n < tiles.count) {
-                TIMED(5, copy_wait<SLOTS - 1>());
-#pragma unroll
-                for (int i = 0; i < 5; ++i) packed[j][i] = load_shared4(own + j * STREAM_SLOT + NEXT * i);
-                bring(own + j * STREAM_SLOT);
-                if (n >= RING) TIMED(2, barrier_wait(bars.normalised(n), (n / RING - 1) & 1));
-                TIMED(1, barrier_wait(bars.full(n), n / RING & 1));
-                float weights[5][4], pre[4];
-                const u32 mix = mix_of + n % RING * MIX;
-                load_into(pre, mix + TOKENS * 80 - of * 48);
-                load_into(weights[0], mix + TOKENS * 64 - of * 48);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + i * 16);
-                update_rows(weights, pre, packed[j], square[j], row_square[j]);
-                store_shared4(row_to + n % RING * ROW_SLOT + group * 64, packed[j][0].x, packed[j][0].y, packed[j][0].z, packed[j][0].w);
-                u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column + group * 64;
-#pragma unroll
-                for (int o = 0; o < 4; ++o)
-                    if (of < tiles.here(n)) store_16(target + o * WIDTH, packed[j][1 + o]);
-            }
-        }
-        if (pair == 0) TIMED(4, barrier_wait(bars.constants(group), 0));
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int o = 0; o < 4; ++o)
-#pragma unroll
-                for (int m = 0; m < 3; ++m) {
-                    const uint4 part = *reinterpret_cast<const uint4*>(fn + group * FN_GROUP + lane * 16 + ((half * 4 + o) * 3 + m) * 512);
-#pragma unroll
-                    for (int j = 0; j < 2; ++j)
-                        multiply(acc[j][m], part, half ? packed[j][1 + o].z : packed[j][1 + o].x,
-                                 half ? packed[j][1 + o].w : packed[j][1 + o].y);
-                }
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int n = pair + j;
-            if (n < tiles.count) {
-                if (n >= 2) TIMED(3, barrier_wait(bars.summed(n), (n / 2 - 1) & 1));
-                write_sums(shared + PART_AT + j * PART + group * 8 * SUMS * 4, lane, acc[j], square[j], row_square[j]);
-                __syncwarp();
-                if (lane == 0) barrier_arrive(bars.done(n));
-            }
-        }
-    }
-#elif HALVES
-#pragma unroll 1
-    while (item.n < tiles.count) {
-        const int n = item.n, group = item.group;
-        TIMED(5, copy_wait<SLOTS - 1>());
-        __syncwarp();
-        if (n < GROUPS) TIMED(4, barrier_wait(bars.constants(group), 0));
-        if (n >= RING) TIMED(2, barrier_wait(bars.normalised(n), (n / RING - 1) & 1));
-        TIMED(1, barrier_wait(bars.full(n), n / RING & 1));
-        float weights[5][4], pre[4], acc[3][4] = {}, square = 0, row_square = 0;
-        const u32 mix = mix_of + n % RING * MIX;
-        load_into(pre, mix + TOKENS * 80 - of * 48);
-        load_into(weights[0], mix + TOKENS * 64 - of * 48);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + i * 16);
-        u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + rank * ROW + quad * 8 + group * 64;
-        const u8* parts = fn + group * FN_GROUP + lane * 16;
-        u32 row = row_at + n % RING * ROW_SLOT + group * 64, chunk = swizzled;
-        const bool store = of < tiles.here(n);
-#pragma unroll 1
-        for (int half = 0; half < 2; ++half) {
-            const uint2 collapsed = update_half(parts, read + slot + chunk, weights, pre, acc, square, row_square, target, WIDTH, store);
-            store_shared2(row, collapsed.x, collapsed.y);
-            parts += FN_GROUP / 2, chunk ^= 32, target += 32, row += 32;
-        }
-        __syncwarp();
-        bring(own + slot);
-        slot = (SLOTS - 1) * STREAM_SLOT - slot;
-        if (n >= 2) TIMED(3, barrier_wait(bars.summed(n), (n / 2 - 1) & 1));
-        write_sums(shared + PART_AT + (n & 1) * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(bars.done(n));
-        item.advance();
-    }
-#else
-#pragma unroll 1
-    while (item.n < tiles.count) {
-        const int n = item.n, group = item.group;
+    for (;; item.advance()) {
+        const int n = item.n, group = item.group, token = tiles.id(n) * TOKENS;
+        if (token >= tiles.tokens) break;
         uint4 packed[5];
-#if BULK
-        TIMED(5, barrier_wait(bars.brought(n), n / SLOTS & 1));
-#pragma unroll
-        for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + n % SLOTS * STREAM_SLOT + group * 64 + NEXT * i);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(bars.taken(n));
-#else
         TIMED(5, copy_wait<SLOTS - 1>());
 #pragma unroll
         for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + slot + NEXT * i);
         bring(own + slot);
         slot = (SLOTS - 1) * STREAM_SLOT - slot;
-#endif
         if (n < GROUPS) TIMED(4, barrier_wait(bars.constants(group), 0));
         // In this order: a tile's mixes of RING tiles before have come when its rows have left, so phases are told apart.
         if (n >= RING) TIMED(2, barrier_wait(bars.normalised(n), (n / RING - 1) & 1));
@@ -532,66 +325,34 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
         for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + i * 16);
         update_tile(fn + group * FN_GROUP + lane * 16, weights, pre, packed, acc, square, row_square);
         store_shared4(row_to + n % RING * ROW_SLOT + group * 64, packed[0].x, packed[0].y, packed[0].z, packed[0].w);
-        u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column + group * 64;
+        u8* target = new_streams + 4 * u64(token + of) * WIDTH + column + group * 64;
 #pragma unroll
         for (int o = 0; o < 4; ++o)
-            if (of < tiles.here(n)) store_16(target + o * WIDTH, packed[1 + o]);
+            if (of < tiles.here(token)) store_16(target + o * WIDTH, packed[1 + o]);
         if (n >= 2) TIMED(3, barrier_wait(bars.summed(n), (n / 2 - 1) & 1));
         write_sums(shared + PART_AT + (n & 1) * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.done(n));
-        item.advance();
     }
-#endif
 }
 
-__device__ __forceinline__ void load_mix(u32 shared, Barriers bars, Tiles tiles, int lane, int n, const u8* post, const u8* comb,
-                                         const u8* pre) {
-    const u32 here = tiles.here(n), bar = bars.full(n), mix = shared + MIX_AT + n % RING * MIX;
-    const u64 token = tiles.token(n);
-    if (lane == 0) {
-        barrier_expect(bar, here * 96);
-        copy_bulk(mix, comb + token * 64, here * 64, bar);
-        copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
-        copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
-    }
-    __syncwarp();
-}
-
-// Mixes of a tile, when its rows of the ring are free.
-__device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, u32 rank, const u8* streams,
-                                           const u8* output, const u8* post, const u8* comb, const u8* pre) {
+// Mixes of a tile, when its part of the ring is free.
+__device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, const u8* post, const u8* comb,
+                                           const u8* pre) {
 #pragma unroll 1
-    for (int n = 0; n < tiles.count; ++n) {
-#if BULK
-        // One ahead of its mixes: rows take longer.
-        const auto bring = [&](int m) {
-            if (m >= tiles.count) return;
-            if (m >= SLOTS) TIMED(3, barrier_wait(bars.taken(m), (m / SLOTS - 1) & 1));
-            const u32 bar = bars.brought(m), rows = tiles.here(m), to = shared + STREAM_AT + m % SLOTS * STREAM_SLOT;
-            const u64 from = tiles.token(m);
-            if (lane == 0) barrier_expect(bar, 5 * rows * ROW);
-            __syncwarp();
-            if (lane == 0) {
-                const u8 *row = streams + 4 * from * WIDTH + rank * ROW, *other = output + from * WIDTH + rank * ROW;
-#pragma unroll 1
-                for (u32 token = 0; token < rows; ++token, row += 4 * WIDTH, other += WIDTH) {
-                    const u32 at = to + row_of(token);
-                    copy_bulk(at, other, ROW, bar);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) copy_bulk(at + (1 + i) * ROW_SLOT, row + i * WIDTH, ROW, bar);
-                }
-            }
-            __syncwarp();
-        };
-        if (n == 0)
-            for (int m = 0; m < SLOTS; ++m) bring(m);
-        else
-            bring(n + SLOTS - 1);
-#endif
+    for (int n = 0;; ++n) {
+        const u64 token = u64(tiles.id(n)) * TOKENS;
+        if (token >= tiles.tokens) break;
         if (n >= RING) TIMED(1, barrier_wait(bars.done(n - RING), (n - RING) / LAG & 1));
         if (n >= LAG) TIMED(2, barrier_wait(bars.mixed(n), (n / LAG - 1) & 1));
-        load_mix(shared, bars, tiles, lane, n, post, comb, pre);
+        const u32 bar = bars.full(n), here = tiles.here(token), mix = shared + MIX_AT + n % RING * MIX;
+        if (lane == 0) {
+            barrier_expect(bar, here * 96);
+            copy_bulk(mix, comb + token * 64, here * 64, bar);
+            copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
+            copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
+        }
+        __syncwarp();
     }
 }
 
@@ -607,20 +368,42 @@ struct Mail {
     __device__ u64* sums(int n, u32 rank, int token) const {
         return at + MESSAGES * RANKS * TOKENS + (((n % MESSAGES) * TOKENS + token) * RANKS + rank) * 32;
     }
+    __device__ u64* id(int n) const { return at + MESSAGES * RANKS * TOKENS * (1 + 32) + n % IDS; }
 };
-constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 blocks
+constexpr u64 HEADER = 160;  // words before them: 128 epochs, 128 counts of launches, three of tiles that were taken, in halves
+constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32) + IDS;  // words of 16 blocks
+
+// Tiles of a team beyond the first AHEAD: its first block takes a number when a tile is done, the others hear of it.
+__device__ __forceinline__ void take_tiles(Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, u32* taken) {
+#pragma unroll 1
+    for (int n = AHEAD;; ++n) {
+        int id = tiles.all;
+        if (tiles.all > AHEAD * tiles.teams) {
+            if (rank == 0) {
+                if (tiles.id(n - AHEAD) < tiles.all) TIMED(1, barrier_wait(bars.done(n - AHEAD), (n - AHEAD) / LAG & 1));
+                if (lane == 0) {
+                    id = AHEAD * tiles.teams + atomicAdd(taken, 1u);
+                    post_word(mail.id(n), u64(mail.tag(n)) << 32 | u32(id));
+                }
+                id = __shfl_sync(~0u, id, 0);
+            } else {
+                u64 word;
+                while (tag_of(word = read_word(mail.id(n))) != mail.tag(n)) __nanosleep(200);
+                id = int(u32(word));
+            }
+        }
+        // Behind the last one more: not everybody looks at each.
+        const bool last = id >= tiles.all;
+        if (lane <= last) store_shared2(tiles.ids + (n + lane) % IDS * 8, id, n + lane);
+        if (last) break;
+    }
+}
 
 // Sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for its owner.
-__device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, Tiles all, int lane, u32 rank, const u8* post,
-                                          const u8* comb, const u8* pre) {
-    const int tiles = all.count;
-#if MERGED
-    for (int n = 0; n < min(tiles, RING); ++n) load_mix(shared, bars, all, lane, n, post, comb, pre);
-#endif
+__device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank) {
 #pragma unroll 1
-    for (int n = -DRY; n < tiles; ++n) {
-        const bool dry = n < 0;
-        if (!dry) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+    for (int n = 0; tiles.id(n) < tiles.all; ++n) {
+        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
         float4 sums[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -634,45 +417,36 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
             }
         }
         __syncwarp();
-        if (lane == 0 && !dry) barrier_arrive(bars.summed(n));
+        if (lane == 0) barrier_arrive(bars.summed(n));
         const u32 tag = mail.tag(n);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int item = lane + 32 * i, token = item / 7, piece = item % 7;
-            if (!dry && item < TOKENS * 7 && piece == 6) post_word(mail.squares(n, rank, token), tagged(sums[i].y, tag));
+            if (item < TOKENS * 7 && piece == 6) post_word(mail.squares(n, rank, token), tagged(sums[i].y, tag));
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int item = lane + 32 * i, token = item / 7, piece = item % 7;
-            if (!dry && item < TOKENS * 7) {
+            if (item < TOKENS * 7) {
                 u64* to = mail.sums(n, rank, token) + piece * 4;
                 post_words(to, tagged(sums[i].x, tag), tagged(sums[i].y, tag));
                 post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
             }
         }
-#if MERGED
-        const int m = n + RING;
-        if (!dry && m < tiles) {
-            if (m >= LAG) TIMED(2, barrier_wait(bars.mixed(m), (m / LAG - 1) & 1));
-            load_mix(shared, bars, all, lane, m, post, comb, pre);
-        }
-#endif
     }
 }
 
 // Coefficients of this block's token of every other tile; of up to 32 at once, a thread has one.
 __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int iterations,
                                              float eps, float mix_eps, float* pre, float* post, float* comb) {
-    int kept = 0, first = 0;
-    // First through all of it without effect: the instructions are at hand when the first sums come.
+    int kept = 0;
 #pragma unroll 1
-    for (int n = -DRY; n < tiles.count; ++n) {
-        const bool dry = n < 0;
-        const int mine = int(rank) - TOKENS * (n & 1);
-        const bool own = dry || (mine >= 0 && mine < tiles.here(n));
-        if (!dry) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+    for (int n = 0;; ++n) {
+        const int token = tiles.id(n) * TOKENS, mine = int(rank) - TOKENS * (n & 1);
+        const bool last = token >= tiles.tokens, own = !last && mine >= 0 && mine < tiles.here(token);
+        if (!last) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
         if (own) {
-            const u64* from = mail.sums(dry ? 0 : n, 0, dry ? 0 : mine) + min(lane, int(SUMS) - 1);
+            const u64* from = mail.sums(n, 0, mine) + min(lane, int(SUMS) - 1);
             float sum;
 #ifdef WHERE
             const u32 begin = clock();
@@ -686,108 +460,31 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
                     missing |= tag_of(word) != mail.tag(n);
                     sum += value_of(word);
                 }
-                if (!__any_sync(~0u, missing) || dry) break;
-                __nanosleep(n + 2 < tiles.count ? 200 : NAP);
+                if (!__any_sync(~0u, missing)) break;
+                __nanosleep(NAP);
             }
 #ifdef WHERE
             if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
 #endif
-            if (kept == 0) first = tiles.token(n) + mine;
-            if (lane < KEPT) store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, sum);
+            if (lane < KEPT - 1) store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, sum);
+            if (lane == KEPT - 1) store_shared(shared + KEPT_AT + (kept * KEPT + lane) * 4, token + mine);
             ++kept;
         }
         __syncwarp();
-        if (lane == 0 && !dry) barrier_arrive(bars.mixed(n));
-        if (!dry && kept < HELD && (n + 1 < tiles.count || kept == 0)) continue;
-        TIMED(3,         finish_token(shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, dry ? 2 : iterations, eps,
-                     mix_eps, lane < kept && !dry, first + lane * i64(2 * TOKENS * tiles.step), pre, post, comb));
-        kept = 0;
-        __syncwarp();
+        if (lane == 0 && !last) barrier_arrive(bars.mixed(n));
+        if (kept == 32 || (last && kept)) {
+            const u32 sums = shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4;
+            TIMED(3, finish_token(sums, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, iterations, eps, mix_eps, lane < kept,
+                                  load_shared(sums + (KEPT - 1) * 4), pre, post, comb));
+            kept = 0;
+            __syncwarp();
+        }
+        if (last) break;
     }
 }
 
-#if NORMS == 1
-// Rows of every other tile.
-__device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int first, int turn,
-                                          u8* x, float norm_eps) {
-    constexpr int PIECES = 4 * GROUPS;  // of 16 bytes of a row
-    uint4 weights[GROUPS / 2];
-    u32 from[GROUPS / 2], to[GROUPS / 2];
-    barrier_wait(bars.constants(GROUPS), 0);
-#pragma unroll
-    for (int k = 0; k < GROUPS / 2; ++k) {
-        const int item = 32 * k + lane;
-        weights[k] = load_shared4(shared + WEIGHT_AT + item % PIECES * 16);
-        from[k] = shared + ROW_AT + row_of(item / PIECES) + item % PIECES * 16;
-        to[k] = item / PIECES * u32(WIDTH) + item % PIECES * 16;
-    }
-#pragma unroll 1
-    for (int n = turn - TURNS * DRY; n < tiles.count; n += TURNS) {
-        const bool dry = n < 0;
-        if (!dry) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
-#if !LATE
-        uint4 values[2][GROUPS / 2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + u32(n) % RING * ROW_SLOT);
-        __syncwarp();
-        if (lane == 0 && !dry) barrier_arrive(bars.normalised(n));
-#endif
-        // Of each half of the tokens a thread reads two squares.
-        const u64* at = mail.squares(dry ? 0 : n, lane & 7, lane >> 3);
-        float square[2];
-#ifdef WHERE
-        const u32 begin = clock();
-#endif
-        while (true) {
-            bool missing = false;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const u64 low = read_word(at + half * (TOKENS / 2)), high = read_word(at + half * (TOKENS / 2) + 8 * TOKENS);
-                square[half] = value_of(low) + value_of(high);
-                missing |= tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n);
-            }
-            if (!__any_sync(~0u, missing) || dry) break;
-            __nanosleep(32);
-        }
-#ifdef WHERE
-        if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
-#endif
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#if LATE
-            uint4 values[2][GROUPS / 2];
-#pragma unroll
-            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + u32(n) % RING * ROW_SLOT);
-            if (half) {
-                __syncwarp();
-                if (lane == 0 && !dry) barrier_arrive(bars.normalised(n));
-            }
-#endif
-            square[half] += __shfl_xor_sync(~0u, square[half], 1);
-            square[half] += __shfl_xor_sync(~0u, square[half], 2);
-            square[half] += __shfl_xor_sync(~0u, square[half], 4);
-            const float factor = rsqrtf(fmaf(square[half], 1.0f / (RANKS * CHANNELS), norm_eps));
-            u8* target = x + u64(tiles.token(n) + half * (TOKENS / 2)) * WIDTH + rank * ROW;
-            const int here = dry ? 0 : tiles.here(n) - half * (TOKENS / 2);
-#pragma unroll
-            for (int k = 0; k < GROUPS / 2; ++k) {
-                const int token = (32 * k + lane) / PIECES;
-                const float f = __shfl_sync(~0u, factor, 8 * token);
-                const uint4 v = values[half][k], w = weights[k];
-                const auto scaled = [f](u32 a, u32 b) {
-                    return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
-                };
-                const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
-                if (token < here) store_16(target + to[k], out);
-            }
-        }
-    }
-}
-#else
 // Rows of half of a tile's tokens, of every TURNS-th tile.
-__device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int first, int turn,
+__device__ __forceinline__ int normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int first, int turn,
                                           u8* x, float norm_eps) {
     constexpr int PIECES = 4 * GROUPS;  // of 16 bytes of a row
     float weights[GROUPS / 2][8];
@@ -803,16 +500,18 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
         from[k] = shared + ROW_AT + row_of(first + item / PIECES) + item % PIECES * 16;
         to[k] = item / PIECES * u32(WIDTH) + item % PIECES * 16;
     }
+int n = turn;
 #pragma unroll 1
-    for (int n = turn - TURNS * DRY; n < tiles.count; n += TURNS) {
-        const bool dry = n < 0;
-        if (!dry) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+    for (;; n += TURNS) {
+        const int token = tiles.id(n) * TOKENS;
+        if (token >= tiles.tokens) return n;
+        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
         uint4 values[GROUPS / 2];
 #pragma unroll
-        for (int k = 0; k < GROUPS / 2; ++k) values[k] = load_shared4(from[k] + u32(n) % RING * ROW_SLOT);
+        for (int k = 0; k < GROUPS / 2; ++k) values[k] = load_shared4(from[k] + n % RING * ROW_SLOT);
         __syncwarp();
-        if (lane == 0 && !dry) barrier_arrive(bars.normalised(n));
-        const u64* at = mail.squares(dry ? 0 : n, lane & 7, first + (lane >> 3));
+        if (lane == 0) barrier_arrive(bars.normalised(n));
+        const u64* at = mail.squares(n, lane & 7, first + (lane >> 3));
         float square;
 #ifdef WHERE
         const u32 begin = clock();
@@ -820,7 +519,7 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
         while (true) {
             const u64 low = read_word(at), high = read_word(at + 8 * TOKENS);
             square = value_of(low) + value_of(high);
-            if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n)) || dry) break;
+            if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n))) break;
             __nanosleep(32);
         }
 #ifdef WHERE
@@ -830,26 +529,25 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
         square += __shfl_xor_sync(~0u, square, 2);
         square += __shfl_xor_sync(~0u, square, 4);
         const float factor = rsqrtf(fmaf(square, 1.0f / (RANKS * CHANNELS), norm_eps));
-        u8* target = x + u64(tiles.token(n) + first) * WIDTH + rank * ROW;
-        const int here = dry ? 0 : tiles.here(n) - first;
+        u8* target = x + u64(token + first) * WIDTH + rank * ROW;
+        const int here = tiles.here(token) - first;
 #pragma unroll
         for (int k = 0; k < GROUPS / 2; ++k) {
-            const int token = (32 * k + lane) / PIECES;
-            const float f = __shfl_sync(~0u, factor, 8 * token);
+            const int of = (32 * k + lane) / PIECES;
+            const float f = __shfl_sync(~0u, factor, 8 * of);
             const u32 words[4] = {values[k].x, values[k].y, values[k].z, values[k].w};
             u32 out[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 out[j] = pack_bf16(bf16_low(words[j]) * f * weights[k][2 * j], bf16_high(words[j]) * f * weights[k][2 * j + 1]);
-            if (token < here) store_16(target + to[k], make_uint4(out[0], out[1], out[2], out[3]));
+            if (of < here) store_16(target + to[k], make_uint4(out[0], out[1], out[2], out[3]));
         }
     }
 }
-#endif
 
 // streams [t, 4, d], output [t, d], weight [d], new_streams, x: bfloat16. post, pre [t, 4], comb [t, 4, 4]: float32.
 // fn: bfloat16 [RANKS][GROUPS][2 halves][4 streams][3][32 lanes][8], see `mhc.lane_projection`.
-// mail: words of all blocks that share rows, and before them 256 bytes of their epochs; zeros before the first launch.
+// mail: HEADER words, then those of all blocks that share rows; zeros before the first launch.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mhc_step(const u8* streams, const u8* output, const u8* post, const u8* comb, const u8* pre, const u8* fn, const float* base,
              const float* scale, const u8* weight, u8* new_streams, u8* x, float* new_pre, float* new_post, float* new_comb,
@@ -859,19 +557,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Barriers bars{shared + BARRIERS_AT};
     const int teams = gridDim.x / RANKS, team = blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
-    const Tiles tiles{team, teams, (all - team + teams - 1) / teams, tokens};
+    const Tiles tiles{team, teams, all, tokens, shared + IDS_AT};
 #ifdef WHERE
     const u32 entered = clock();
-    if (threadIdx.x < (WARPS + 7) * 8) spent[threadIdx.x / 8][threadIdx.x % 8] = 0;
+    if (threadIdx.x < (WARPS + 8) * 8) spent[threadIdx.x / 8][threadIdx.x % 8] = 0;
     __syncthreads();
 #endif
     if (warp == 0) {
         for (int k = lane; k < ALL_BARRIERS; k += 32)
-            barrier_init(shared + BARRIERS_AT + 8 * k, k < RING                                ? 1
-                                                       : k < 2 * RING                         ? (NORMS == 1 ? 1 : 2)
-                                                       : k < 2 * RING + LAG                   ? GROUPS
-                                                       : k < ALL_BARRIERS - SLOTS             ? 1
-                                                                                              : GROUPS);
+            barrier_init(bars.base + 8 * k, k < RING || k >= 2 * RING + LAG ? 1 : k < 2 * RING ? 2 : GROUPS);
+        store_shared2(shared + IDS_AT + lane * 8, 0, ~0u);
         fence_barriers();
         fence_async_shared();
         __syncwarp();
@@ -889,33 +584,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     wait_for_kernels();
     u32* epoch = reinterpret_cast<u32*>(mail_at) + team;
-    Mail mail{mail_at + 32 + team * MAIL, 0};
+    Mail mail{mail_at + HEADER + team * MAIL, 0};
     if (warp >= WARPS) {
         mail.epoch = *const_cast<volatile u32*>(epoch);
         named_sync(1, THREADS - 32 * WARPS);  // a block that has sent has read it
     }
-    // Multiprocessors have four schedulers, warps go to them in turn: the busy ones of these to those with fewer that compute.
     const int role = warp - WARPS;
-    const int norm = NORMS == 1 ? (role < 2 ? 2 * role : -1) : NORMS == 2 ? (role == 1 ? 0 : role == 4 ? 1 : -1)
-                     : WARPS % 4 == 0 ? (role < 4 ? role : -1)
-                                      : (role < 2 ? role : role == 4 || role == 5 ? role - 2 : -1);
+    u32* const launches = reinterpret_cast<u32*>(mail_at) + 128 + team;
+    u32* const taken = reinterpret_cast<u32*>(mail_at) + 256;
+    int count = 0;
     if (role < 0)
         compute(shared, memory + FN_AT, bars, tiles, warp, lane, rank, streams, output, new_streams);
-    else if (norm >= 0)
-        normalise(shared, bars, mail, tiles, lane, rank, (norm & 1) * (TOKENS / 2), norm >> 1, x, norm_eps);
-    else if (role == FINISH)
+    else if (role < 4)
+        count = normalise(shared, bars, mail, tiles, lane, rank, (role & 1) * (TOKENS / 2), role >> 1, x, norm_eps);
+    else if (role == 4)
         finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, new_pre, new_post, new_comb);
-    else if (role == LOAD)
-        load_mixes(shared, bars, tiles, lane, rank, streams, output, post, comb, pre);
-    else
-        send_sums(shared, bars, mail, tiles, lane, rank, post, comb, pre);
+    else if (role == 5)
+        load_mixes(shared, bars, tiles, lane, post, comb, pre);
+    else if (role == 6)
+        send_sums(shared, bars, mail, tiles, lane, rank);
+    else {
+        const u32 launch = rank == 0 ? *const_cast<volatile u32*>(launches) : 0;
+        take_tiles(bars, mail, tiles, lane, rank, taken + launch % 3);
+        if (rank == 0 && lane == 0 && tiles.all > AHEAD * teams) {
+            if (team == 0) taken[(launch + 1) % 3] = 0;
+            *launches = launch + 1;
+        }
+    }
     // All blocks have sent, so all have read this.
-    if (role == 1 && lane == 0 && rank == 0) *epoch = mail.epoch + tiles.count;
+    if (role == 1 && lane == 0 && rank == 0) *epoch = mail.epoch + count;
 #ifdef WHERE
     if (lane == 0) {
         spent[warp][0] = u32(clock()) - entered;
+        asm volatile("mov.u32 %0, %%smid;" : "=r"(spent[warp][7]));
 
-        u32* to = reinterpret_cast<u32*>(mail_at + 32 + 8 * MAIL) + (blockIdx.x * 32 + warp) * 8;
+        u32* to = reinterpret_cast<u32*>(mail_at + HEADER + 8 * MAIL) + (blockIdx.x * 32 + warp) * 8;
         for (int k = 0; k < 8; ++k) to[k] = spent[warp][k];
     }
 #endif
