@@ -1,0 +1,605 @@
+// The seam between sublayers in one pass: update four streams, predict the next mix, collapse, normalise.
+//
+// 16 blocks share a row of d = 512 GROUPS channels; a block has 32 GROUPS of them, and its part of the projection stays in its
+// shared memory while it walks over tiles of 8 tokens. A warp owns 32 channels: a thread brings its own 16 bytes of each row two
+// tiles ahead and stores the new streams from registers; they are the right operand of the matrix unit in between (channels in
+// an order that makes a thread's share of a row 16 bytes). What needs whole rows (square sums, projections) crosses the blocks
+// as one message a block and tile.
+//
+// Warps: GROUPS that compute; two that normalise; one each that loads mixes, sums and sends, and finishes mixes.
+#include "hopper.cuh"
+
+#ifndef GROUPS
+#define GROUPS 10
+#endif
+#ifndef WARPS
+#define WARPS (GROUPS >= 8 ? 12 : GROUPS)
+#endif
+#ifndef AHEAD
+#define AHEAD 10
+#endif
+#ifndef RINGS
+#define RINGS 4
+#endif
+#ifndef NAP
+#define NAP 200
+#endif
+
+#ifdef WHERE
+#define spent reinterpret_cast<u32(*)[8]>(memory_ + BYTES)
+extern __shared__ __align__(1024) u8 memory_[];
+#define TIMED(k, ...)                                                                           \
+    do {                                                                                        \
+        const u32 begin_ = clock();                                                             \
+        __VA_ARGS__;                                                                            \
+        if ((threadIdx.x & 31) == 0) spent[threadIdx.x >> 5][k] += u32(clock()) - begin_;       \
+    } while (0)
+#else
+#define TIMED(k, ...) __VA_ARGS__
+#endif
+
+// Words that carry the number of their message: sender and reader need no other order between them.
+__device__ __forceinline__ u64 tagged(float value, u32 tag) { return u64(tag) << 32 | __float_as_uint(value); }
+__device__ __forceinline__ u32 tag_of(u64 word) { return u32(word >> 32); }
+__device__ __forceinline__ float value_of(u64 word) { return __uint_as_float(u32(word)); }
+__device__ __forceinline__ void post_words(u64* target, u64 a, u64 b) {
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(target), "l"(a), "l"(b) : "memory");
+}
+__device__ __forceinline__ void post_word(u64* target, u64 a) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(target), "l"(a) : "memory");
+}
+__device__ __forceinline__ u64 read_word(const u64* from) {
+    u64 d;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(d) : "l"(from) : "memory");
+    return d;
+}
+
+__device__ __forceinline__ float4 load_floats(u32 address) {
+    const uint4 d = load_shared4(address);
+    return make_float4(__uint_as_float(d.x), __uint_as_float(d.y), __uint_as_float(d.z), __uint_as_float(d.w));
+}
+__device__ __forceinline__ void load_into(float (&d)[4], u32 address) {
+    const float4 v = load_floats(address);
+    d[0] = v.x, d[1] = v.y, d[2] = v.z, d[3] = v.w;
+}
+__device__ __forceinline__ float load_float(u32 address) { return __uint_as_float(load_shared(address)); }
+__device__ __forceinline__ void store_float(u32 address, float value) { store_shared(address, __float_as_uint(value)); }
+__device__ __forceinline__ float inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float exponential(float x) { return exp2_fast(x * 1.4426950408889634f); }
+
+// d += a * b: 16 rows of the projection, 16 channels, 8 tokens.
+__device__ __forceinline__ void multiply(float (&d)[4], uint4 a, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+constexpr u32 FN_GROUP = 8 * 3 * 512;  // bytes of the projection for 32 channels of four streams
+constexpr u32 SUMS = 28;               // of a token: 16 comb, 4 pre, 4 post, squares of streams and row, 2 unused
+
+// One tile of one warp: 32 channels of 8 tokens, of each thread 8 channels of token lane / 4. In: the output and the streams;
+// out: the collapsed row and the new streams. weights: of the output and of each stream in each new stream. fn: this lane's.
+__device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)[5][4], const float (&pre)[4], uint4 (&packed)[5],
+                                            float (&acc)[3][4], float& square, float& row_square) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float in[5][4], collapsed[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int i = 0; i < 5; ++i) {
+            const u32 a = half ? packed[i].z : packed[i].x, b = half ? packed[i].w : packed[i].y;
+            in[i][0] = bf16_low(a), in[i][1] = bf16_high(a), in[i][2] = bf16_low(b), in[i][3] = bf16_high(b);
+        }
+#pragma unroll
+        for (int o = 0; o < 4; ++o) {
+            float v[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                v[k] = weights[0][o] * in[0][k];
+#pragma unroll
+                for (int i = 1; i < 5; ++i) v[k] += weights[i][o] * in[i][k];
+            }
+            const u32 a = pack_bf16(v[0], v[1]), b = pack_bf16(v[2], v[3]);
+            if (half)
+                packed[1 + o].z = a, packed[1 + o].w = b;
+            else
+                packed[1 + o].x = a, packed[1 + o].y = b;
+#pragma unroll
+            for (int m = 0; m < 3; ++m) multiply(acc[m], *reinterpret_cast<const uint4*>(fn + ((half * 4 + o) * 3 + m) * 512), a, b);
+            v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k], square += v[k] * v[k];
+        }
+        const u32 a = pack_bf16(collapsed[0], collapsed[1]), b = pack_bf16(collapsed[2], collapsed[3]);
+        if (half)
+            packed[0].z = a, packed[0].w = b;
+        else
+            packed[0].x = a, packed[0].y = b;
+        row_square += bf16_low(a) * bf16_low(a) + bf16_high(a) * bf16_high(a);
+        row_square += bf16_low(b) * bf16_low(b) + bf16_high(b) * bf16_high(b);
+    }
+}
+
+// A warp's sums [8 tokens][SUMS]. A thread has rows lane / 4 and that + 8 of the products for tokens 2 quad and 2 quad + 1. High
+// and low parts meet here.
+__device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc)[3][4], float square, float row_square) {
+    const int of = lane >> 2, quad = lane & 3;
+    square += __shfl_xor_sync(~0u, square, 1), row_square += __shfl_xor_sync(~0u, row_square, 1);
+    square += __shfl_xor_sync(~0u, square, 2), row_square += __shfl_xor_sync(~0u, row_square, 2);
+    const u32 part = warp + 2 * quad * SUMS * 4 + of * 4;
+    store_float(part, acc[0][0] + acc[1][0]);
+    store_float(part + SUMS * 4, acc[0][1] + acc[1][1]);
+    store_float(part + 32, acc[0][2] + acc[1][2]);
+    store_float(part + SUMS * 4 + 32, acc[0][3] + acc[1][3]);
+    store_float(part + 64, acc[2][0] + acc[2][2]);
+    store_float(part + SUMS * 4 + 64, acc[2][1] + acc[2][3]);
+    store_float(warp + (of * SUMS + 24 + quad) * 4, quad == 0 ? square : quad == 1 ? row_square : 0.0f);
+}
+
+// Sums of four times their factors, which are x[1] first, x[0] first, x[3] second and x[2] second: reciprocals of x by two, and
+// what does not need them while they are made.
+__device__ __forceinline__ float weighted(float a, float b, float c, float d, const float (&x)[4], float first, float second, float more) {
+    return fmaf(fmaf(a, x[1], b * x[0]), first, fmaf(fmaf(c, x[3], d * x[2]), second, more));
+}
+
+// A thread's token: the matrix at `from` after the softmax of its rows.
+__device__ __forceinline__ void finish_token(u32 from, int iterations, float eps, bool store, i64 token, float* comb) {
+    float c[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int o = 0; o < 4; ++o) c[i][o] = load_float(from + (4 * i + o) * 4);
+    // The matrix stays; its rows and columns have factors. Dividing row i by its sum and eps makes of its factor r
+    // 1 / (sum over o of c[i][o] column[o] + eps / r), and so do columns: first those, then rows and columns in turn.
+    float rows[4] = {1, 1, 1, 1}, columns[4] = {1, 1, 1, 1}, row[2] = {1, 1}, column[2];
+#pragma unroll 1
+    for (int k = 0;; ++k) {
+#pragma unroll
+        for (int o = 0; o < 4; ++o)
+            columns[o] = weighted(c[0][o], c[1][o], c[2][o], c[3][o], rows, row[0], row[1], eps * columns[o]);
+        column[0] = inverse(columns[0] * columns[1]), column[1] = inverse(columns[2] * columns[3]);
+        if (k + 1 >= iterations) break;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            rows[i] = weighted(c[i][0], c[i][1], c[i][2], c[i][3], columns, column[0], column[1], eps * rows[i]);
+        row[0] = inverse(rows[0] * rows[1]), row[1] = inverse(rows[2] * rows[3]);
+    }
+    if (store)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float own = row[i >> 1] * rows[i ^ 1], a = own * column[0], b = own * column[1];
+            reinterpret_cast<float4*>(comb)[token * 4 + i] =
+                make_float4(c[i][0] * a * columns[1], c[i][1] * a * columns[0], c[i][2] * b * columns[3], c[i][3] * b * columns[2]);
+        }
+}
+
+constexpr int RANKS = 16, TOKENS = 8, RING = RINGS, LAG = 8, MESSAGES = 16;
+constexpr int TURNS = 2;  // warps that normalise, each every other tile
+constexpr int THREADS = 32 * (WARPS + 4);
+constexpr int CHANNELS = 32 * GROUPS;
+constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
+constexpr u64 WIDTH = u64(RANKS) * ROW;                      // of a row
+// Where a token's part of the row lies: the second of two in other banks than the first.
+__device__ constexpr u32 row_of(int token) { return (token >> 1) * (2 * ROW + 64) + (token & 1) * (ROW + 64); }
+constexpr u32 ROW_SLOT = TOKENS / 2 * (2 * ROW + 64);
+constexpr u32 PART = GROUPS * 8 * SUMS * 4;
+constexpr u32 MIX = TOKENS * 96;                             // of a tile: comb, post, pre
+
+constexpr u32 FN_AT = 0;
+constexpr u32 ROW_AT = FN_AT + GROUPS * FN_GROUP;
+constexpr u32 WEIGHT_AT = ROW_AT + RING * ROW_SLOT;
+constexpr u32 MIX_AT = WEIGHT_AT + ROW;
+constexpr u32 PART_AT = MIX_AT + RING * MIX;                 // [2][GROUPS][8][SUMS]
+constexpr u32 KEPT = 17;                                     // words of a token whose matrix is not made yet: it, which token
+constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
+constexpr u32 IDS_AT = KEPT_AT + 32 * KEPT * 4;             // [IDS] tagged words: which tile is a team's n-th
+constexpr int IDS = 32;
+constexpr u32 BARRIERS_AT = IDS_AT + IDS * 8;
+constexpr int ALL_BARRIERS = 2 * RING + 2 * LAG + 2 + GROUPS + 1;
+constexpr u32 BYTES = BARRIERS_AT + 8 * ALL_BARRIERS;
+#ifdef SHARED
+static_assert(BYTES == SHARED, "shared memory that is asked for");
+#endif
+
+__device__ __forceinline__ uint4 load_16(const u8* from) {
+    uint4 d;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+                 : "l"(from));
+    return d;
+}
+// Written once: it leaves the second-level cache first.
+__device__ __forceinline__ void store_16(void* target, uint4 v) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+struct Barriers {
+    u32 base;
+    __device__ u32 full(int n) const { return base + 8 * (n % RING); }                 // a tile's mixes have come
+    __device__ u32 normalised(int n) const { return base + 8 * (RING + n % RING); }    // its rows have left
+    __device__ u32 done(int n) const { return base + 8 * (2 * RING + n % LAG); }       // it is updated, its sums are there
+    __device__ u32 mixed(int n) const { return base + 8 * (2 * RING + LAG + n % LAG); }  // its sums have come and were read
+    __device__ u32 summed(int n) const { return base + 8 * (2 * RING + 2 * LAG + n % 2); }  // the warps' sums were read
+    __device__ u32 constants(int k) const { return base + 8 * (2 * RING + 2 * LAG + 2 + k); }  // a warp's projection; at GROUPS the weight
+};
+
+// Which tiles a team does: the first AHEAD of them by its number, then whichever is next when it has done that many fewer.
+struct Tiles {
+    int team, teams, all, ahead, tokens;
+    u32 ids;
+    // The n-th; `all` or more behind the last.
+    __device__ int id(int n) const {
+        if (n < ahead) return team + n * teams;
+        uint2 word;
+        do word = load_shared2(ids + n % IDS * 8);
+        while (word.y != u32(n));
+        return word.x;
+    }
+    __device__ int here(int token) const { return min(TOKENS, tokens - token); }
+};
+
+// What a warp updates: 32 channels of a tile. A warp's next is WARPS further.
+struct Item {
+    int n, group;
+    __device__ void advance() {
+        n += WARPS / GROUPS, group += WARPS % GROUPS;
+        if (WARPS % GROUPS && group >= GROUPS) group -= GROUPS, ++n;
+    }
+};
+
+__device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars, Tiles tiles, int warp, int lane, u32 rank,
+                                        const u8* streams, const u8* output, u8* new_streams) {
+    const int of = lane >> 2, quad = lane & 3;
+    const u32 column = rank * ROW + quad * 16;
+    Item item{warp / GROUPS, warp % GROUPS};
+    uint4 coming[5];  // 16 bytes of each row of the next item
+    int id, own;      // its tile, this thread's token
+    u64 at;           // where that begins among the streams
+    const auto bring = [&]() {
+        id = tiles.id(item.n);
+        if (id >= tiles.all) return;
+        own = id * TOKENS + of;
+        const u64 token = min(own, tiles.tokens - 1);
+        const u32 part = column + item.group * 64;
+        at = 4 * WIDTH * token + part;
+        coming[0] = load_16(output + WIDTH * token + part);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) coming[1 + i] = load_16(streams + at + i * WIDTH);
+    };
+    bring();
+    const u32 row_to = shared + ROW_AT + row_of(of) + quad * 16, mix_of = shared + MIX_AT + of * 64;
+    fn += lane * 16;
+#pragma unroll 1
+    while (id < tiles.all) {
+        const int n = item.n, group = item.group;
+        u8* target = new_streams + at;
+        const bool store = own < tiles.tokens;
+        uint4 packed[5];
+#pragma unroll
+        for (int i = 0; i < 5; ++i) packed[i] = coming[i];
+        item.advance();
+        bring();
+        if (n < GROUPS) TIMED(4, barrier_wait(bars.constants(group), 0));
+        // In this order: a tile's mixes of RING tiles before have come when its rows have left, so phases are told apart.
+        if (n >= RING) TIMED(2, barrier_wait(bars.normalised(n), (n / RING - 1) & 1));
+        TIMED(1, barrier_wait(bars.full(n), n / RING & 1));
+        float weights[5][4], pre[4], acc[3][4] = {}, square = 0, row_square = 0;
+        const u32 mix = mix_of + n % RING * MIX;
+        load_into(pre, mix + TOKENS * 80 - of * 48);
+        load_into(weights[0], mix + TOKENS * 64 - of * 48);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + i * 16);
+        update_tile(fn + group * FN_GROUP, weights, pre, packed, acc, square, row_square);
+        store_shared4(row_to + n % RING * ROW_SLOT + group * 64, packed[0].x, packed[0].y, packed[0].z, packed[0].w);
+        if (store)
+#pragma unroll
+            for (int o = 0; o < 4; ++o) store_16(target + o * WIDTH, packed[1 + o]);
+        if (n >= 2) TIMED(3, barrier_wait(bars.summed(n), (n / 2 - 1) & 1));
+        write_sums(shared + PART_AT + (n & 1) * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bars.done(n));
+    }
+}
+
+__device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, int n, const u8* post, const u8* comb,
+                                           const u8* pre) {
+    const u64 token = u64(tiles.id(n)) * TOKENS;
+    if (token >= tiles.tokens) return;
+    if (n >= LAG) TIMED(2, barrier_wait(bars.mixed(n), (n / LAG - 1) & 1));
+    const u32 bar = bars.full(n), here = tiles.here(token), mix = shared + MIX_AT + n % RING * MIX;
+    if (lane == 0) {
+        barrier_expect(bar, here * 96);
+        copy_bulk(mix, comb + token * 64, here * 64, bar);
+        copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
+        copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
+    }
+    __syncwarp();
+}
+
+// Where blocks that share rows leave messages, in global memory: [MESSAGES][RANKS][TOKENS] squares of rows, then
+// [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + TURNS tiles
+// before; who sent those had read the squares of 2 (RING + TURNS) tiles before and the sums of RING + TURNS + LAG tiles before.
+static_assert(MESSAGES >= 2 * (RING + TURNS) && MESSAGES >= RING + TURNS + LAG, "messages are read before they are written over");
+struct Mail {
+    u64* at;
+    u32 epoch;  // of the launch: its tiles' tags follow
+    __device__ u32 tag(int n) const { return epoch + n + 1; }
+    __device__ u64* squares(int n, u32 rank, int token) const { return at + ((n % MESSAGES) * RANKS + rank) * TOKENS + token; }
+    __device__ u64* sums(int n, u32 rank, int token) const {
+        return at + MESSAGES * RANKS * TOKENS + (((n % MESSAGES) * TOKENS + token) * RANKS + rank) * 32;
+    }
+    __device__ u64* id(int n) const { return at + MESSAGES * RANKS * TOKENS * (1 + 32) + n % IDS; }
+};
+constexpr u64 HEADER = 160;  // words before them: 128 epochs, 128 counts of launches, three of tiles that were taken, in halves
+constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32) + IDS;  // words of 16 blocks
+
+// Sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for its owner.
+// Around this what else a team's walk takes: mixes of tiles to come, and which those are. Its first block takes a number for each
+// tile that it has done; all hear of it HEARD tiles before they need it.
+constexpr int HEARD = 6;
+__device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, const u8* post,
+                                      const u8* comb, const u8* pre, u32* counter) {
+    const bool takes = tiles.ahead == AHEAD && rank == 0 && lane == 0, hears = tiles.ahead == AHEAD;
+    u32 number = 0;
+    for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
+#pragma unroll 1
+    for (int n = 0; tiles.id(n) < tiles.all; ++n) {
+        u64 word = 0;
+        const bool hear = hears && n + HEARD >= AHEAD;
+        if (hear) word = read_word(mail.id(n + HEARD));
+        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+        float4 sums[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int item = min(lane + 32 * i, TOKENS * 7 - 1);
+            const u32 from = shared + PART_AT + (n & 1) * PART + item * 16;
+            sums[i] = load_floats(from);
+#pragma unroll
+            for (int group = 1; group < GROUPS; ++group) {
+                const float4 more = load_floats(from + group * 8 * SUMS * 4);
+                sums[i].x += more.x, sums[i].y += more.y, sums[i].z += more.z, sums[i].w += more.w;
+            }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bars.summed(n));
+        const u32 tag = mail.tag(n);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int item = lane + 32 * i, token = item / 7, piece = item % 7;
+            if (item < TOKENS * 7 && piece == 6) post_word(mail.squares(n, rank, token), tagged(sums[i].y, tag));
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int item = lane + 32 * i, token = item / 7, piece = item % 7;
+            if (item < TOKENS * 7) {
+                u64* to = mail.sums(n, rank, token) + piece * 4;
+                post_words(to, tagged(sums[i].x, tag), tagged(sums[i].y, tag));
+                post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
+            }
+        }
+        if (takes) {
+            if (n > 0) post_word(mail.id(n - 1 + AHEAD), u64(mail.tag(n - 1 + AHEAD)) << 32 | (AHEAD * tiles.teams + number));
+            number = atomicAdd(counter, 1u);
+        }
+        if (hear) {
+            while (tag_of(word) != mail.tag(n + HEARD)) word = read_word(mail.id(n + HEARD));
+            if (lane == 0) store_shared2(tiles.ids + (n + HEARD) % IDS * 8, u32(word), n + HEARD);
+            __syncwarp();
+        }
+        load_mixes(shared, bars, tiles, lane, n + RING, post, comb, pre);
+    }
+}
+
+// Coefficients of this block's token of every other tile; of up to 32 at once, a thread has one.
+__device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int iterations,
+                                             float eps, float mix_eps, const float* base, const float* scale, float* pre, float* post,
+                                             float* comb) {
+    // A lane makes one: 16 of comb, 4 of pre, 4 of post.
+    const bool of_comb = lane < 16, of_pre = lane < 20;
+    const float own_base = base[of_comb ? 8 + lane : min(lane, 23) - 16], own_scale = scale[of_comb ? 2 : of_pre ? 0 : 1];
+    int kept = 0;
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+        const int token = tiles.id(n) * TOKENS, mine = int(rank) - TOKENS * (n & 1);
+        const bool last = token >= tiles.tokens, own = !last && mine >= 0 && mine < tiles.here(token);
+        if (!last) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+        if (own) {
+            const u64* from = mail.sums(n, 0, mine) + min(lane, int(SUMS) - 1);
+            float sum;
+#ifdef WHERE
+            const u32 begin = clock();
+#endif
+            while (true) {
+                bool missing = false;
+                sum = 0;
+#pragma unroll
+                for (int source = 0; source < RANKS; ++source) {
+                    const u64 word = read_word(from + source * 32);
+                    missing |= tag_of(word) != mail.tag(n);
+                    sum += value_of(word);
+                }
+                if (!__any_sync(~0u, missing)) break;
+                __nanosleep(NAP);
+            }
+#ifdef WHERE
+            if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
+#endif
+            const float square = __shfl_sync(~0u, sum, 24);
+            const float value = fmaf(sum, rsqrtf(fmaf(square, 1.0f / (4 * RANKS * CHANNELS), mix_eps)) * own_scale, own_base);
+            float top = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float power = exponential(of_comb ? value - top : -value);
+            float all = power + __shfl_xor_sync(~0u, power, 1);
+            all += __shfl_xor_sync(~0u, all, 2);
+            const float over = inverse(of_comb ? all : 1.0f + power);
+            const i64 at = token + mine;
+            if (of_comb)
+                store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, fmaf(power, over, eps));
+            else if (of_pre)
+                pre[at * 4 + lane - 16] = over + eps;
+            else if (lane < 24)
+                post[at * 4 + lane - 20] = 2.0f * over;
+            else if (lane == 24)
+                store_shared(shared + KEPT_AT + (kept * KEPT + 16) * 4, u32(at));
+            ++kept;
+        }
+        __syncwarp();
+        if (lane == 0 && !last) barrier_arrive(bars.mixed(n));
+        if (kept == 32 || (last && kept)) {
+            const u32 from = shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4;
+            __syncwarp();
+            TIMED(3, finish_token(from, iterations, eps, lane < kept, load_shared(from + 16 * 4), comb));
+            kept = 0;
+            __syncwarp();
+        }
+        if (last) break;
+    }
+}
+
+// Rows of every other tile.
+__device__ __forceinline__ int normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int turn,
+                                          u8* x, float norm_eps) {
+    constexpr int PIECES = 4 * GROUPS;  // of 16 bytes of a row
+    uint4 weights[GROUPS / 2];
+    u32 from[GROUPS / 2], to[GROUPS / 2];
+    barrier_wait(bars.constants(GROUPS), 0);
+#pragma unroll
+    for (int k = 0; k < GROUPS / 2; ++k) {
+        const int item = 32 * k + lane;
+        weights[k] = load_shared4(shared + WEIGHT_AT + item % PIECES * 16);
+        from[k] = shared + ROW_AT + row_of(item / PIECES) + item % PIECES * 16;
+        to[k] = item / PIECES * u32(WIDTH) + item % PIECES * 16;
+    }
+    int n = turn;
+#pragma unroll 1
+    for (;; n += TURNS) {
+        const int token = tiles.id(n) * TOKENS;
+        if (token >= tiles.tokens) return n;
+        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+        uint4 values[2][GROUPS / 2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + n % RING * ROW_SLOT);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bars.normalised(n));
+        // Of each half of the tokens a thread reads two squares.
+        const u64* at = mail.squares(n, lane & 7, lane >> 3);
+        float square[2];
+#ifdef WHERE
+        const u32 begin = clock();
+#endif
+        while (true) {
+            bool missing = false;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u64 low = read_word(at + half * (TOKENS / 2)), high = read_word(at + half * (TOKENS / 2) + 8 * TOKENS);
+                square[half] = value_of(low) + value_of(high);
+                missing |= tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n);
+            }
+            if (!__any_sync(~0u, missing)) break;
+            __nanosleep(32);
+        }
+#ifdef WHERE
+        if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
+#endif
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            square[half] += __shfl_xor_sync(~0u, square[half], 1);
+            square[half] += __shfl_xor_sync(~0u, square[half], 2);
+            square[half] += __shfl_xor_sync(~0u, square[half], 4);
+            const float factor = rsqrtf(fmaf(square[half], 1.0f / (RANKS * CHANNELS), norm_eps));
+            u8* target = x + u64(token + half * (TOKENS / 2)) * WIDTH + rank * ROW;
+            const int here = tiles.here(token) - half * (TOKENS / 2);
+#pragma unroll
+            for (int k = 0; k < GROUPS / 2; ++k) {
+                const int of = (32 * k + lane) / PIECES;
+                const float f = __shfl_sync(~0u, factor, 8 * of);
+                const uint4 v = values[half][k], w = weights[k];
+                const auto scaled = [f](u32 a, u32 b) {
+                    return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
+                };
+                const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
+                if (of < here) store_16(target + to[k], out);
+            }
+        }
+    }
+}
+
+// streams [t, 4, d], output [t, d], weight [d], new_streams, x: bfloat16. post, pre [t, 4], comb [t, 4, 4]: float32.
+// fn: bfloat16 [RANKS][GROUPS][2 halves][4 streams][3][32 lanes][8], see `mhc.lane_projection`.
+// mail: HEADER words, then those of all blocks that share rows; zeros before the first launch.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    mhc_step(const u8* streams, const u8* output, const u8* post, const u8* comb, const u8* pre, const u8* fn, const float* base,
+             const float* scale, const u8* weight, u8* new_streams, u8* x, float* new_pre, float* new_post, float* new_comb,
+             u64* mail_at, int tokens, int iterations, float eps, float mix_eps, float norm_eps) {
+    extern __shared__ __align__(1024) u8 memory[];
+    const u32 shared = shared_address(memory), rank = blockIdx.x % RANKS;
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const Barriers bars{shared + BARRIERS_AT};
+    const int teams = gridDim.x / RANKS, team = blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
+    const Tiles tiles{team, teams, all, all > AHEAD * teams ? AHEAD : 1 << 30, tokens, shared + IDS_AT};
+#ifdef WHERE
+    const u32 entered = clock();
+    if (threadIdx.x < (WARPS + 4) * 8) spent[threadIdx.x / 8][threadIdx.x % 8] = 0;
+    __syncthreads();
+#endif
+    if (warp == 0) {
+        for (int k = lane; k < ALL_BARRIERS; k += 32)
+            barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
+        store_shared2(shared + IDS_AT + lane * 8, 0, ~0u);
+        fence_barriers();
+        fence_async_shared();
+        __syncwarp();
+        // Constants of the model: no kernel ahead writes them.
+        if (lane < GROUPS) {
+            barrier_expect(bars.constants(lane), FN_GROUP);
+            copy_bulk(shared + FN_AT + lane * FN_GROUP, fn + (rank * GROUPS + lane) * u64(FN_GROUP), FN_GROUP, bars.constants(lane));
+        } else if (lane == GROUPS) {
+            barrier_expect(bars.constants(GROUPS), ROW);
+            copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
+        }
+    }
+    __syncwarp();
+    __syncthreads();
+    wait_for_kernels();
+    u32* epoch = reinterpret_cast<u32*>(mail_at) + team;
+    Mail mail{mail_at + HEADER + team * MAIL, 0};
+    if (warp >= WARPS) {
+        mail.epoch = *const_cast<volatile u32*>(epoch);
+        named_sync(1, THREADS - 32 * WARPS);  // a block that has sent has read it
+    }
+    const int role = warp - WARPS;
+    u32* const launches = reinterpret_cast<u32*>(mail_at) + 128 + team;
+    u32* const taken = reinterpret_cast<u32*>(mail_at) + 256;
+    int count = 0;
+    if (role < 0)
+        compute(shared, memory + FN_AT, bars, tiles, warp, lane, rank, streams, output, new_streams);
+    else if (role < TURNS)
+        count = normalise(shared, bars, mail, tiles, lane, rank, role, x, norm_eps);
+    else if (role == TURNS)
+        finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, base, scale, new_pre, new_post, new_comb);
+    else {
+        const bool takes = tiles.ahead == AHEAD && rank == 0;
+        const u32 launch = takes ? *const_cast<volatile u32*>(launches) : 0;
+        serve(shared, bars, mail, tiles, lane, rank, post, comb, pre, taken + launch % 3);
+        if (takes && lane == 0) {
+            if (team == 0) taken[(launch + 1) % 3] = 0;
+            *launches = launch + 1;
+        }
+    }
+    // All blocks have sent, so all have read this.
+    if (role == 0 && lane == 0 && rank == 0) *epoch = mail.epoch + count;
+#ifdef WHERE
+    if (lane == 0) {
+        spent[warp][0] = u32(clock()) - entered;
+        asm volatile("mov.u32 %0, %%smid;" : "=r"(spent[warp][7]));
+
+        u32* to = reinterpret_cast<u32*>(mail_at + HEADER + 8 * MAIL) + (blockIdx.x * 32 + warp) * 8;
+        for (int k = 0; k < 8; ++k) to[k] = spent[warp][k];
+    }
+#endif
+}
