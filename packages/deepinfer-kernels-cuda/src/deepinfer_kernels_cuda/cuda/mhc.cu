@@ -15,8 +15,11 @@
 #ifndef WARPS
 #define WARPS (GROUPS >= 8 ? 12 : GROUPS)
 #endif
-#ifndef AHEAD
-#define AHEAD 8
+#ifndef FETCH
+#define FETCH 0
+#endif
+#ifndef INIT
+#define INIT 0
 #endif
 #ifndef NAP
 #define NAP 200
@@ -136,35 +139,19 @@ __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc
     store_float(warp + (of * SUMS + 24 + quad) * 4, quad == 0 ? square : quad == 1 ? row_square : 0.0f);
 }
 
-// What coefficients are made from, in shared memory: base (4 of pre, 4 of post, 16 of comb), then scale (pre, post, comb).
-constexpr u32 MODEL = 27;
-
 // Sums of four times their factors, which are x[1] first, x[0] first, x[3] second and x[2] second: reciprocals of x by two, and
 // what does not need them while they are made.
 __device__ __forceinline__ float weighted(float a, float b, float c, float d, const float (&x)[4], float first, float second, float more) {
     return fmaf(fmaf(a, x[1], b * x[0]), first, fmaf(fmaf(c, x[3], d * x[2]), second, more));
 }
 
-// A thread's token: its sums lie at `sums`.
-__device__ __forceinline__ void finish_token(u32 sums, u32 model, float width, int iterations, float eps, float mix_eps, bool store,
-                                             i64 token, float* pre, float* post, float* comb) {
-    const float norm = rsqrtf(fmaf(load_float(sums + 24 * 4), 1.0f / width, mix_eps));
-    const float4 scale = load_floats(model + 24 * 4);
+// A thread's token: the matrix at `from` after the softmax of its rows.
+__device__ __forceinline__ void finish_token(u32 from, int iterations, float eps, bool store, i64 token, float* comb) {
     float c[4][4];
-    const float factor = norm * scale.z;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        float base[4];
-        load_into(base, model + (8 + 4 * i) * 4);
+    for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int o = 0; o < 4; ++o) c[i][o] = fmaf(load_float(sums + (4 * i + o) * 4), factor, base[o]);
-        const float top = fmaxf(fmaxf(c[i][0], c[i][1]), fmaxf(c[i][2], c[i][3]));
-#pragma unroll
-        for (int o = 0; o < 4; ++o) c[i][o] = exponential(c[i][o] - top);
-        const float all = inverse((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
-#pragma unroll
-        for (int o = 0; o < 4; ++o) c[i][o] = fmaf(c[i][o], all, eps);
-    }
+        for (int o = 0; o < 4; ++o) c[i][o] = load_float(from + (4 * i + o) * 4);
     // The matrix stays; its rows and columns have factors. Dividing row i by its sum and eps makes of its factor r
     // 1 / (sum over o of c[i][o] column[o] + eps / r), and so do columns: first those, then rows and columns in turn.
     float rows[4] = {1, 1, 1, 1}, columns[4] = {1, 1, 1, 1}, row[2] = {1, 1}, column[2];
@@ -187,22 +174,11 @@ __device__ __forceinline__ void finish_token(u32 sums, u32 model, float width, i
             reinterpret_cast<float4*>(comb)[token * 4 + i] =
                 make_float4(c[i][0] * a * columns[1], c[i][1] * a * columns[0], c[i][2] * b * columns[3], c[i][3] * b * columns[2]);
         }
-    float p[4], q[4], for_p[4], for_q[4];
-    load_into(for_p, model), load_into(for_q, model + 16);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        p[i] = inverse(1.0f + exponential(-for_p[i] - load_float(sums + (16 + i) * 4) * (norm * scale.x))) + eps;
-        q[i] = 2.0f * inverse(1.0f + exponential(-for_q[i] - load_float(sums + (20 + i) * 4) * (norm * scale.y)));
-    }
-    if (store) {
-        reinterpret_cast<float4*>(pre)[token] = make_float4(p[0], p[1], p[2], p[3]);
-        reinterpret_cast<float4*>(post)[token] = make_float4(q[0], q[1], q[2], q[3]);
-    }
 }
 
 constexpr int RANKS = 16, TOKENS = 8, SLOTS = 2, RING = 4, LAG = 8, MESSAGES = 16;
-constexpr int TURNS = 2;  // pairs of warps that normalise, each every other tile
-constexpr int THREADS = 32 * (WARPS + 8);
+constexpr int TURNS = 2;  // warps that normalise, each every other tile
+constexpr int THREADS = 32 * (WARPS + 4);
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
 constexpr u64 WIDTH = u64(RANKS) * ROW;                      // of a row
@@ -210,22 +186,18 @@ constexpr u64 WIDTH = u64(RANKS) * ROW;                      // of a row
 __device__ constexpr u32 row_of(int token) { return (token >> 1) * (2 * ROW + 64) + (token & 1) * (ROW + 64); }
 constexpr u32 ROW_SLOT = TOKENS / 2 * (2 * ROW + 64);
 constexpr u32 STREAM_SLOT = 5 * 512;                         // of a warp: 16 bytes a thread of the output and four streams
-constexpr u32 STREAMS = WARPS * SLOTS * STREAM_SLOT;
 constexpr u32 PART = GROUPS * 8 * SUMS * 4;
 constexpr u32 MIX = TOKENS * 96;                             // of a tile: comb, post, pre
 
 constexpr u32 FN_AT = 0;
 constexpr u32 STREAM_AT = FN_AT + GROUPS * FN_GROUP;
-constexpr u32 ROW_AT = STREAM_AT + STREAMS;
+constexpr u32 ROW_AT = STREAM_AT + WARPS * SLOTS * STREAM_SLOT;
 constexpr u32 WEIGHT_AT = ROW_AT + RING * ROW_SLOT;
 constexpr u32 MIX_AT = WEIGHT_AT + ROW;
 constexpr u32 PART_AT = MIX_AT + RING * MIX;                 // [2][GROUPS][8][SUMS]
-constexpr u32 KEPT = 27;                                     // words of a token whose coefficients are not made yet: sums, which it is
+constexpr u32 KEPT = 17;                                     // words of a token whose matrix is not made yet: it, which token
 constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
-constexpr u32 MODEL_AT = KEPT_AT + 32 * KEPT * 4;
-constexpr u32 IDS_AT = MODEL_AT + (MODEL + 1) * 4;             // [IDS] tagged words: which tile is a team's n-th
-constexpr int IDS = 32;
-constexpr u32 BARRIERS_AT = IDS_AT + IDS * 8;
+constexpr u32 BARRIERS_AT = KEPT_AT + 32 * KEPT * 4;
 constexpr int ALL_BARRIERS = 2 * RING + 2 * LAG + 2 + GROUPS + 1;
 constexpr u32 BYTES = BARRIERS_AT + 8 * ALL_BARRIERS;
 #ifdef SHARED
@@ -233,12 +205,20 @@ static_assert(BYTES == SHARED, "shared memory that is asked for");
 #endif
 
 __device__ __forceinline__ void copy_16(u32 target, const void* source) {
+#ifdef WIDER
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+#else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+#endif
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+// Into the second-level cache.
+__device__ __forceinline__ void fetch_bulk(const void* source, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 // Written once: it leaves the second-level cache first.
 __device__ __forceinline__ void store_16(void* target, uint4 v) {
@@ -255,19 +235,10 @@ struct Barriers {
     __device__ u32 constants(int k) const { return base + 8 * (2 * RING + 2 * LAG + 2 + k); }  // a warp's projection; at GROUPS the weight
 };
 
-// Which tiles a team does: the first AHEAD of them by its number, then whichever is next when it has done that many fewer.
 struct Tiles {
-    int team, teams, all, tokens;
-    u32 ids;
-    // The n-th; `all` or more behind the last.
-    __device__ int id(int n) const {
-        if (n < AHEAD) return team + n * teams;
-        uint2 word;
-        do word = load_shared2(ids + n % IDS * 8);
-        while (word.y != u32(n));
-        return word.x;
-    }
-    __device__ int here(int token) const { return min(TOKENS, tokens - token); }
+    int first, step, count, tokens;
+    __device__ int token(int n) const { return (first + n * step) * TOKENS; }
+    __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
 };
 
 // What a warp updates: 32 channels of a tile. A warp's next is WARPS further.
@@ -282,37 +253,33 @@ struct Item {
 __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars, Tiles tiles, int warp, int lane, u32 rank,
                                         const u8* streams, const u8* output, u8* new_streams) {
     const int of = lane >> 2, quad = lane & 3;
-    const u64 column = rank * ROW + quad * 16;
-    Item item{warp / GROUPS, warp % GROUPS};
+    const u32 column = rank * ROW + quad * 16, own = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + lane * 16;
+    Item item{warp / GROUPS, warp % GROUPS}, next = item;
     u32 slot = 0;
-    const u32 own = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + lane * 16;
-    constexpr u32 NEXT = 512;
-    Item next = item;
     // A thread reads only what it brought itself.
     const auto bring = [&](u32 to) {
-        const int id = tiles.id(next.n);
-        if (id < tiles.all) {
-            const u64 token = min(id * TOKENS + of, tiles.tokens - 1), at = column + next.group * 64;
+        if (next.n < tiles.count) {
+            const u64 token = min(tiles.token(next.n) + of, tiles.tokens - 1), at = column + next.group * 64;
             copy_16(to, output + token * WIDTH + at);
 #pragma unroll
             for (int i = 0; i < 4; ++i) copy_16(to + 512 * (1 + i), streams + (4 * token + i) * WIDTH + at);
-            next.advance();
         }
         copy_commit();
+        next.advance();
     };
 #pragma unroll
     for (int n = 0; n < SLOTS; ++n) bring(own + n * STREAM_SLOT);
     const u32 row_to = shared + ROW_AT + row_of(of) + quad * 16, mix_of = shared + MIX_AT + of * 64;
+    fn += lane * 16;
 #pragma unroll 1
-    for (;; item.advance()) {
-        const int n = item.n, group = item.group, token = tiles.id(n) * TOKENS;
-        if (token >= tiles.tokens) break;
+    for (; item.n < tiles.count; item.advance()) {
+        const int n = item.n, group = item.group;
         uint4 packed[5];
         TIMED(5, copy_wait<SLOTS - 1>());
 #pragma unroll
-        for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + slot + NEXT * i);
+        for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + slot + 512 * i);
         bring(own + slot);
-        slot = (SLOTS - 1) * STREAM_SLOT - slot;
+        slot = STREAM_SLOT - slot;
         if (n < GROUPS) TIMED(4, barrier_wait(bars.constants(group), 0));
         // In this order: a tile's mixes of RING tiles before have come when its rows have left, so phases are told apart.
         if (n >= RING) TIMED(2, barrier_wait(bars.normalised(n), (n / RING - 1) & 1));
@@ -323,12 +290,12 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
         load_into(weights[0], mix + TOKENS * 64 - of * 48);
 #pragma unroll
         for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + i * 16);
-        update_tile(fn + group * FN_GROUP + lane * 16, weights, pre, packed, acc, square, row_square);
+        update_tile(fn + group * FN_GROUP, weights, pre, packed, acc, square, row_square);
         store_shared4(row_to + n % RING * ROW_SLOT + group * 64, packed[0].x, packed[0].y, packed[0].z, packed[0].w);
-        u8* target = new_streams + 4 * u64(token + of) * WIDTH + column + group * 64;
+        u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column + group * 64;
+        if (of < tiles.here(n))
 #pragma unroll
-        for (int o = 0; o < 4; ++o)
-            if (of < tiles.here(token)) store_16(target + o * WIDTH, packed[1 + o]);
+            for (int o = 0; o < 4; ++o) store_16(target + o * WIDTH, packed[1 + o]);
         if (n >= 2) TIMED(3, barrier_wait(bars.summed(n), (n / 2 - 1) & 1));
         write_sums(shared + PART_AT + (n & 1) * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
         __syncwarp();
@@ -336,24 +303,30 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
     }
 }
 
-// Mixes of a tile, when its part of the ring is free.
-__device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, const u8* post, const u8* comb,
+__device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, int n, const u8* post, const u8* comb,
                                            const u8* pre) {
-#pragma unroll 1
-    for (int n = 0;; ++n) {
-        const u64 token = u64(tiles.id(n)) * TOKENS;
-        if (token >= tiles.tokens) break;
-        if (n >= RING) TIMED(1, barrier_wait(bars.done(n - RING), (n - RING) / LAG & 1));
-        if (n >= LAG) TIMED(2, barrier_wait(bars.mixed(n), (n / LAG - 1) & 1));
-        const u32 bar = bars.full(n), here = tiles.here(token), mix = shared + MIX_AT + n % RING * MIX;
-        if (lane == 0) {
-            barrier_expect(bar, here * 96);
-            copy_bulk(mix, comb + token * 64, here * 64, bar);
-            copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
-            copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
-        }
-        __syncwarp();
+    if (n >= tiles.count) return;
+    if (n >= LAG) TIMED(2, barrier_wait(bars.mixed(n), (n / LAG - 1) & 1));
+    const u32 bar = bars.full(n), here = tiles.here(n), mix = shared + MIX_AT + n % RING * MIX;
+    const u64 token = tiles.token(n);
+    if (lane == 0) {
+        barrier_expect(bar, here * 96);
+        copy_bulk(mix, comb + token * 64, here * 64, bar);
+        copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
+        copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
     }
+    __syncwarp();
+}
+
+// A block's part of the tile's streams and output, one after the other in memory, comes to the second-level cache.
+__device__ __forceinline__ void fetch_rows(Tiles tiles, int lane, u32 rank, int n, const u8* streams, const u8* output) {
+    if (n >= tiles.count || tiles.here(n) < TOKENS) return;
+    const u64 token = tiles.token(n);
+    if (lane == 0) {
+        fetch_bulk(streams + token * 4 * WIDTH + rank * (4 * TOKENS * WIDTH / RANKS), 4 * TOKENS * WIDTH / RANKS);
+        fetch_bulk(output + token * WIDTH + rank * (TOKENS * WIDTH / RANKS), TOKENS * WIDTH / RANKS);
+    }
+    __syncwarp();
 }
 
 // Where blocks that share rows leave messages, in global memory: [MESSAGES][RANKS][TOKENS] squares of rows, then
@@ -368,41 +341,20 @@ struct Mail {
     __device__ u64* sums(int n, u32 rank, int token) const {
         return at + MESSAGES * RANKS * TOKENS + (((n % MESSAGES) * TOKENS + token) * RANKS + rank) * 32;
     }
-    __device__ u64* id(int n) const { return at + MESSAGES * RANKS * TOKENS * (1 + 32) + n % IDS; }
 };
-constexpr u64 HEADER = 160;  // words before them: 128 epochs, 128 counts of launches, three of tiles that were taken, in halves
-constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32) + IDS;  // words of 16 blocks
-
-// Tiles of a team beyond the first AHEAD: its first block takes a number when a tile is done, the others hear of it.
-__device__ __forceinline__ void take_tiles(Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, u32* taken) {
-#pragma unroll 1
-    for (int n = AHEAD;; ++n) {
-        int id = tiles.all;
-        if (tiles.all > AHEAD * tiles.teams) {
-            if (rank == 0) {
-                if (tiles.id(n - AHEAD) < tiles.all) TIMED(1, barrier_wait(bars.done(n - AHEAD), (n - AHEAD) / LAG & 1));
-                if (lane == 0) {
-                    id = AHEAD * tiles.teams + atomicAdd(taken, 1u);
-                    post_word(mail.id(n), u64(mail.tag(n)) << 32 | u32(id));
-                }
-                id = __shfl_sync(~0u, id, 0);
-            } else {
-                u64 word;
-                while (tag_of(word = read_word(mail.id(n))) != mail.tag(n)) __nanosleep(200);
-                id = int(u32(word));
-            }
-        }
-        // Behind the last one more: not everybody looks at each.
-        const bool last = id >= tiles.all;
-        if (lane <= last) store_shared2(tiles.ids + (n + lane) % IDS * 8, id, n + lane);
-        if (last) break;
-    }
-}
+constexpr u64 HEADER = 64;  // words before them: 128 epochs, in halves
+constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 blocks
 
 // Sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for its owner.
-__device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank) {
+// Then mixes of the tile that takes its place in the ring.
+__device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, const u8* post,
+                                      const u8* comb, const u8* pre, const u8* streams, const u8* output) {
+    for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
+#if FETCH
+    for (int n = 3; n < RING + FETCH; ++n) fetch_rows(tiles, lane, rank, n, streams, output);
+#endif
 #pragma unroll 1
-    for (int n = 0; tiles.id(n) < tiles.all; ++n) {
+    for (int n = 0; n < tiles.count; ++n) {
         TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
         float4 sums[2];
 #pragma unroll
@@ -433,18 +385,26 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
                 post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
             }
         }
+        load_mixes(shared, bars, tiles, lane, n + RING, post, comb, pre);
+#if FETCH
+        fetch_rows(tiles, lane, rank, n + RING + FETCH, streams, output);
+#endif
     }
 }
 
 // Coefficients of this block's token of every other tile; of up to 32 at once, a thread has one.
 __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int iterations,
-                                             float eps, float mix_eps, float* pre, float* post, float* comb) {
+                                             float eps, float mix_eps, const float* base, const float* scale, float* pre, float* post,
+                                             float* comb) {
+    // A lane makes one: 16 of comb, 4 of pre, 4 of post.
+    const bool of_comb = lane < 16, of_pre = lane < 20;
+    const float own_base = base[of_comb ? 8 + lane : min(lane, 23) - 16], own_scale = scale[of_comb ? 2 : of_pre ? 0 : 1];
     int kept = 0;
 #pragma unroll 1
-    for (int n = 0;; ++n) {
-        const int token = tiles.id(n) * TOKENS, mine = int(rank) - TOKENS * (n & 1);
-        const bool last = token >= tiles.tokens, own = !last && mine >= 0 && mine < tiles.here(token);
-        if (!last) TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+    for (int n = 0; n < tiles.count; ++n) {
+        const int mine = int(rank) - TOKENS * (n & 1);
+        const bool own = mine >= 0 && mine < tiles.here(n);
+        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
         if (own) {
             const u64* from = mail.sums(n, 0, mine) + min(lane, int(SUMS) - 1);
             float sum;
@@ -466,81 +426,100 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
 #ifdef WHERE
             if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
 #endif
-            if (lane < KEPT - 1) store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, sum);
-            if (lane == KEPT - 1) store_shared(shared + KEPT_AT + (kept * KEPT + lane) * 4, token + mine);
+            const float square = __shfl_sync(~0u, sum, 24);
+            const float value = fmaf(sum, rsqrtf(fmaf(square, 1.0f / (4 * RANKS * CHANNELS), mix_eps)) * own_scale, own_base);
+            float top = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float power = exponential(of_comb ? value - top : -value);
+            float all = power + __shfl_xor_sync(~0u, power, 1);
+            all += __shfl_xor_sync(~0u, all, 2);
+            const float over = inverse(of_comb ? all : 1.0f + power);
+            const i64 at = tiles.token(n) + mine;
+            if (of_comb)
+                store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, fmaf(power, over, eps));
+            else if (of_pre)
+                pre[at * 4 + lane - 16] = over + eps;
+            else if (lane < 24)
+                post[at * 4 + lane - 20] = 2.0f * over;
+            else if (lane == 24)
+                store_shared(shared + KEPT_AT + (kept * KEPT + 16) * 4, u32(at));
             ++kept;
         }
         __syncwarp();
-        if (lane == 0 && !last) barrier_arrive(bars.mixed(n));
-        if (kept == 32 || (last && kept)) {
-            const u32 sums = shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4;
-            TIMED(3, finish_token(sums, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, iterations, eps, mix_eps, lane < kept,
-                                  load_shared(sums + (KEPT - 1) * 4), pre, post, comb));
+        if (lane == 0) barrier_arrive(bars.mixed(n));
+        if (kept == 32 || (n + 1 == tiles.count && kept)) {
+            const u32 from = shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4;
+            __syncwarp();
+            TIMED(3, finish_token(from, iterations, eps, lane < kept, load_shared(from + 16 * 4), comb));
             kept = 0;
             __syncwarp();
         }
-        if (last) break;
     }
 }
 
-// Rows of half of a tile's tokens, of every TURNS-th tile.
-__device__ __forceinline__ int normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int first, int turn,
+// Rows of every other tile.
+__device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int turn,
                                           u8* x, float norm_eps) {
     constexpr int PIECES = 4 * GROUPS;  // of 16 bytes of a row
-    float weights[GROUPS / 2][8];
+    uint4 weights[GROUPS / 2];
     u32 from[GROUPS / 2], to[GROUPS / 2];
     barrier_wait(bars.constants(GROUPS), 0);
 #pragma unroll
     for (int k = 0; k < GROUPS / 2; ++k) {
         const int item = 32 * k + lane;
-        const uint4 w = load_shared4(shared + WEIGHT_AT + item % PIECES * 16);
-        const u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) weights[k][2 * j] = bf16_low(words[j]), weights[k][2 * j + 1] = bf16_high(words[j]);
-        from[k] = shared + ROW_AT + row_of(first + item / PIECES) + item % PIECES * 16;
+        weights[k] = load_shared4(shared + WEIGHT_AT + item % PIECES * 16);
+        from[k] = shared + ROW_AT + row_of(item / PIECES) + item % PIECES * 16;
         to[k] = item / PIECES * u32(WIDTH) + item % PIECES * 16;
     }
-int n = turn;
 #pragma unroll 1
-    for (;; n += TURNS) {
-        const int token = tiles.id(n) * TOKENS;
-        if (token >= tiles.tokens) return n;
+    for (int n = turn; n < tiles.count; n += TURNS) {
         TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
-        uint4 values[GROUPS / 2];
+        uint4 values[2][GROUPS / 2];
 #pragma unroll
-        for (int k = 0; k < GROUPS / 2; ++k) values[k] = load_shared4(from[k] + n % RING * ROW_SLOT);
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + n % RING * ROW_SLOT);
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.normalised(n));
-        const u64* at = mail.squares(n, lane & 7, first + (lane >> 3));
-        float square;
+        // Of each half of the tokens a thread reads two squares.
+        const u64* at = mail.squares(n, lane & 7, lane >> 3);
+        float square[2];
 #ifdef WHERE
         const u32 begin = clock();
 #endif
         while (true) {
-            const u64 low = read_word(at), high = read_word(at + 8 * TOKENS);
-            square = value_of(low) + value_of(high);
-            if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n))) break;
+            bool missing = false;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u64 low = read_word(at + half * (TOKENS / 2)), high = read_word(at + half * (TOKENS / 2) + 8 * TOKENS);
+                square[half] = value_of(low) + value_of(high);
+                missing |= tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n);
+            }
+            if (!__any_sync(~0u, missing)) break;
             __nanosleep(32);
         }
 #ifdef WHERE
         if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
 #endif
-        square += __shfl_xor_sync(~0u, square, 1);
-        square += __shfl_xor_sync(~0u, square, 2);
-        square += __shfl_xor_sync(~0u, square, 4);
-        const float factor = rsqrtf(fmaf(square, 1.0f / (RANKS * CHANNELS), norm_eps));
-        u8* target = x + u64(token + first) * WIDTH + rank * ROW;
-        const int here = tiles.here(token) - first;
 #pragma unroll
-        for (int k = 0; k < GROUPS / 2; ++k) {
-            const int of = (32 * k + lane) / PIECES;
-            const float f = __shfl_sync(~0u, factor, 8 * of);
-            const u32 words[4] = {values[k].x, values[k].y, values[k].z, values[k].w};
-            u32 out[4];
+        for (int half = 0; half < 2; ++half) {
+            square[half] += __shfl_xor_sync(~0u, square[half], 1);
+            square[half] += __shfl_xor_sync(~0u, square[half], 2);
+            square[half] += __shfl_xor_sync(~0u, square[half], 4);
+            const float factor = rsqrtf(fmaf(square[half], 1.0f / (RANKS * CHANNELS), norm_eps));
+            u8* target = x + u64(tiles.token(n) + half * (TOKENS / 2)) * WIDTH + rank * ROW;
+            const int here = tiles.here(n) - half * (TOKENS / 2);
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                out[j] = pack_bf16(bf16_low(words[j]) * f * weights[k][2 * j], bf16_high(words[j]) * f * weights[k][2 * j + 1]);
-            if (of < here) store_16(target + to[k], make_uint4(out[0], out[1], out[2], out[3]));
+            for (int k = 0; k < GROUPS / 2; ++k) {
+                const int of = (32 * k + lane) / PIECES;
+                const float f = __shfl_sync(~0u, factor, 8 * of);
+                const uint4 v = values[half][k], w = weights[k];
+                const auto scaled = [f](u32 a, u32 b) {
+                    return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
+                };
+                const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
+                if (of < here) store_16(target + to[k], out);
+            }
         }
     }
 }
@@ -557,16 +536,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Barriers bars{shared + BARRIERS_AT};
     const int teams = gridDim.x / RANKS, team = blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
-    const Tiles tiles{team, teams, all, tokens, shared + IDS_AT};
+    const Tiles tiles{team, teams, (all - team + teams - 1) / teams, tokens};
 #ifdef WHERE
     const u32 entered = clock();
-    if (threadIdx.x < (WARPS + 8) * 8) spent[threadIdx.x / 8][threadIdx.x % 8] = 0;
+    if (threadIdx.x < (WARPS + 4) * 8) spent[threadIdx.x / 8][threadIdx.x % 8] = 0;
     __syncthreads();
 #endif
+#if INIT == 0
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
+        fence_barriers();
+        fence_async_shared();
+        // Constants of the model: no kernel ahead writes them.
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            barrier_expect(bars.constants(group), FN_GROUP);
+            copy_bulk(shared + FN_AT + group * FN_GROUP, fn + (rank * GROUPS + group) * u64(FN_GROUP), FN_GROUP, bars.constants(group));
+        }
+        barrier_expect(bars.constants(GROUPS), ROW);
+        copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
+    }
+#else
     if (warp == 0) {
         for (int k = lane; k < ALL_BARRIERS; k += 32)
-            barrier_init(bars.base + 8 * k, k < RING || k >= 2 * RING + LAG ? 1 : k < 2 * RING ? 2 : GROUPS);
-        store_shared2(shared + IDS_AT + lane * 8, 0, ~0u);
+            barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
         fence_barriers();
         fence_async_shared();
         __syncwarp();
@@ -579,7 +573,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
         }
     }
-    if (warp == WARPS && lane < MODEL) store_float(shared + MODEL_AT + lane * 4, lane < 24 ? base[lane] : scale[lane - 24]);
+#endif
     __syncwarp();
     __syncthreads();
     wait_for_kernels();
@@ -590,29 +584,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         named_sync(1, THREADS - 32 * WARPS);  // a block that has sent has read it
     }
     const int role = warp - WARPS;
-    u32* const launches = reinterpret_cast<u32*>(mail_at) + 128 + team;
-    u32* const taken = reinterpret_cast<u32*>(mail_at) + 256;
-    int count = 0;
     if (role < 0)
         compute(shared, memory + FN_AT, bars, tiles, warp, lane, rank, streams, output, new_streams);
-    else if (role < 4)
-        count = normalise(shared, bars, mail, tiles, lane, rank, (role & 1) * (TOKENS / 2), role >> 1, x, norm_eps);
-    else if (role == 4)
-        finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, new_pre, new_post, new_comb);
-    else if (role == 5)
-        load_mixes(shared, bars, tiles, lane, post, comb, pre);
-    else if (role == 6)
-        send_sums(shared, bars, mail, tiles, lane, rank);
-    else {
-        const u32 launch = rank == 0 ? *const_cast<volatile u32*>(launches) : 0;
-        take_tiles(bars, mail, tiles, lane, rank, taken + launch % 3);
-        if (rank == 0 && lane == 0 && tiles.all > AHEAD * teams) {
-            if (team == 0) taken[(launch + 1) % 3] = 0;
-            *launches = launch + 1;
-        }
-    }
+    else if (role < TURNS)
+        normalise(shared, bars, mail, tiles, lane, rank, role, x, norm_eps);
+    else if (role == TURNS)
+        finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, base, scale, new_pre, new_post, new_comb);
+    else
+        serve(shared, bars, mail, tiles, lane, rank, post, comb, pre, streams, output);
     // All blocks have sent, so all have read this.
-    if (role == 1 && lane == 0 && rank == 0) *epoch = mail.epoch + count;
+    if (role == 0 && lane == 0 && rank == 0) *epoch = mail.epoch + tiles.count;
 #ifdef WHERE
     if (lane == 0) {
         spent[warp][0] = u32(clock()) - entered;
