@@ -18,6 +18,9 @@
 #ifndef FETCH
 #define FETCH 0
 #endif
+#ifndef SQ
+#define SQ 0
+#endif
 #ifndef INIT
 #define INIT 0
 #endif
@@ -78,11 +81,63 @@ __device__ __forceinline__ void multiply(float (&d)[4], uint4 a, u32 b0, u32 b1)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
+#if SQ
+// d += a * a transposed: 8 tokens, 16 channels; a thread's pair of tokens lane / 4 and that it stands for, rows 8 to 15 are the same.
+__device__ __forceinline__ void multiply_self(float (&d)[4], u32 a0, u32 a1) {
+#if SQ == 1
+    multiply(d, make_uint4(a0, a1, a1, a1), a0, a1);
+#else
+    multiply(d, make_uint4(a0, a0, a1, a1), a0, a1);
+#endif
+}
+#endif
+
 constexpr u32 FN_GROUP = 8 * 3 * 512;  // bytes of the projection for 32 channels of four streams
 constexpr u32 SUMS = 28;               // of a token: 16 comb, 4 pre, 4 post, squares of streams and row, 2 unused
 
 // One tile of one warp: 32 channels of 8 tokens, of each thread 8 channels of token lane / 4. In: the output and the streams;
 // out: the collapsed row and the new streams. weights: of the output and of each stream in each new stream. fn: this lane's.
+#if SQ
+__device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)[5][4], const float (&pre)[4], uint4 (&packed)[5],
+                                            float (&acc)[3][4], float (&squares)[4], float (&row_squares)[4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float in[5][4], collapsed[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int i = 0; i < 5; ++i) {
+            const u32 a = half ? packed[i].z : packed[i].x, b = half ? packed[i].w : packed[i].y;
+            in[i][0] = bf16_low(a), in[i][1] = bf16_high(a), in[i][2] = bf16_low(b), in[i][3] = bf16_high(b);
+        }
+#pragma unroll
+        for (int o = 0; o < 4; ++o) {
+            float v[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                v[k] = weights[0][o] * in[0][k];
+#pragma unroll
+                for (int i = 1; i < 5; ++i) v[k] += weights[i][o] * in[i][k];
+            }
+            const u32 a = pack_bf16(v[0], v[1]), b = pack_bf16(v[2], v[3]);
+            if (half)
+                packed[1 + o].z = a, packed[1 + o].w = b;
+            else
+                packed[1 + o].x = a, packed[1 + o].y = b;
+#pragma unroll
+            for (int m = 0; m < 3; ++m) multiply(acc[m], *reinterpret_cast<const uint4*>(fn + ((half * 4 + o) * 3 + m) * 512), a, b);
+            multiply_self(squares, a, b);
+            v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k];
+        }
+        const u32 a = pack_bf16(collapsed[0], collapsed[1]), b = pack_bf16(collapsed[2], collapsed[3]);
+        if (half)
+            packed[0].z = a, packed[0].w = b;
+        else
+            packed[0].x = a, packed[0].y = b;
+        multiply_self(row_squares, a, b);
+    }
+}
+#else
 __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)[5][4], const float (&pre)[4], uint4 (&packed)[5],
                                             float (&acc)[3][4], float& square, float& row_square) {
 #pragma unroll
@@ -122,9 +177,26 @@ __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)
         row_square += bf16_low(b) * bf16_low(b) + bf16_high(b) * bf16_high(b);
     }
 }
+#endif
 
 // A warp's sums [8 tokens][SUMS]. A thread has rows lane / 4 and that + 8 of the products for tokens 2 quad and 2 quad + 1. High
 // and low parts meet here.
+#if SQ
+__device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc)[3][4], const float (&squares)[4], const float (&row_squares)[4]) {
+    const int of = lane >> 2, quad = lane & 3;
+    const u32 part = warp + 2 * quad * SUMS * 4 + of * 4;
+    store_float(part, acc[0][0] + acc[1][0]);
+    store_float(part + SUMS * 4, acc[0][1] + acc[1][1]);
+    store_float(part + 32, acc[0][2] + acc[1][2]);
+    store_float(part + SUMS * 4 + 32, acc[0][3] + acc[1][3]);
+    store_float(part + 64, acc[2][0] + acc[2][2]);
+    store_float(part + SUMS * 4 + 64, acc[2][1] + acc[2][3]);
+    // Squares lie on the diagonal.
+    if (quad == of >> 1)
+        store_shared2(warp + (of * SUMS + 24) * 4, __float_as_uint(of & 1 ? squares[1] : squares[0]),
+                      __float_as_uint(of & 1 ? row_squares[1] : row_squares[0]));
+}
+#else
 __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc)[3][4], float square, float row_square) {
     const int of = lane >> 2, quad = lane & 3;
     square += __shfl_xor_sync(~0u, square, 1), row_square += __shfl_xor_sync(~0u, row_square, 1);
@@ -138,6 +210,7 @@ __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc
     store_float(part + SUMS * 4 + 64, acc[2][1] + acc[2][3]);
     store_float(warp + (of * SUMS + 24 + quad) * 4, quad == 0 ? square : quad == 1 ? row_square : 0.0f);
 }
+#endif
 
 // Sums of four times their factors, which are x[1] first, x[0] first, x[3] second and x[2] second: reciprocals of x by two, and
 // what does not need them while they are made.
@@ -284,7 +357,12 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
         // In this order: a tile's mixes of RING tiles before have come when its rows have left, so phases are told apart.
         if (n >= RING) TIMED(2, barrier_wait(bars.normalised(n), (n / RING - 1) & 1));
         TIMED(1, barrier_wait(bars.full(n), n / RING & 1));
-        float weights[5][4], pre[4], acc[3][4] = {}, square = 0, row_square = 0;
+        float weights[5][4], pre[4], acc[3][4] = {};
+#if SQ
+        float square[4] = {}, row_square[4] = {};
+#else
+        float square = 0, row_square = 0;
+#endif
         const u32 mix = mix_of + n % RING * MIX;
         load_into(pre, mix + TOKENS * 80 - of * 48);
         load_into(weights[0], mix + TOKENS * 64 - of * 48);
