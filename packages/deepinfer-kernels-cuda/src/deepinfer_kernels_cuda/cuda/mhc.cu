@@ -427,7 +427,9 @@ constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 block
 // Then mixes of the tile that takes its place in the ring.
 __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, const u8* post,
                                       const u8* comb, const u8* pre, const u8* streams, const u8* output) {
+#if INIT != 2
     for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
+#endif
 #if FETCH
     for (int n = 3; n < RING + FETCH; ++n) fetch_rows(tiles, lane, rank, n, streams, output);
 #endif
@@ -620,6 +622,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x < (WARPS + 4) * 8) spent[threadIdx.x / 8][threadIdx.x % 8] = 0;
     __syncthreads();
 #endif
+#if INIT == 2
+    if (warp == 0) {
+        for (int k = lane; k < ALL_BARRIERS; k += 32)
+            barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
+        fence_barriers();
+        fence_async_shared();
+    }
+    __syncthreads();
+    if (threadIdx.x == THREADS - 32) {
+        // Constants of the model: no kernel ahead writes them.
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            barrier_expect(bars.constants(group), FN_GROUP);
+            copy_bulk(shared + FN_AT + group * FN_GROUP, fn + (rank * GROUPS + group) * u64(FN_GROUP), FN_GROUP, bars.constants(group));
+        }
+        barrier_expect(bars.constants(GROUPS), ROW);
+        copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
+    }
+    __syncwarp();
+#else
 #if INIT == 0
     if (threadIdx.x == 0) {
 #pragma unroll
@@ -654,7 +676,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
     __syncwarp();
     __syncthreads();
+#endif
     wait_for_kernels();
+#if INIT == 2
+    if (warp == WARPS + 3)
+#pragma unroll 1
+        for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
+#endif
     u32* epoch = reinterpret_cast<u32*>(mail_at) + team;
     Mail mail{mail_at + HEADER + team * MAIL, 0};
     if (warp >= WARPS) {
