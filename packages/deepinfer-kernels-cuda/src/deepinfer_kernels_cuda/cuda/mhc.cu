@@ -295,7 +295,11 @@ __device__ __forceinline__ void fetch_bulk(const void* source, u32 bytes) {
 }
 // Written once: it leaves the second-level cache first.
 __device__ __forceinline__ void store_16(void* target, uint4 v) {
+#ifdef PLAIN
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#else
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
 }
 
 struct Barriers {
@@ -623,12 +627,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
 #endif
 #if INIT == 2
-    if (warp == 0) {
-        for (int k = lane; k < ALL_BARRIERS; k += 32)
-            barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
         fence_barriers();
         fence_async_shared();
     }
+    __syncwarp();
     __syncthreads();
     if (threadIdx.x == THREADS - 32) {
         // Constants of the model: no kernel ahead writes them.
