@@ -21,6 +21,9 @@
 #ifndef SQ
 #define SQ 0
 #endif
+#ifndef EARLY
+#define EARLY (INIT == 2)
+#endif
 #ifndef INIT
 #define INIT 0
 #endif
@@ -430,9 +433,11 @@ constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 block
 // Sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for its owner.
 // Then mixes of the tile that takes its place in the ring.
 __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, const u8* post,
-                                      const u8* comb, const u8* pre, const u8* streams, const u8* output) {
-#if INIT != 2
+                                      const u8* comb, const u8* pre, const u8* streams, const u8* output, const u32* epoch) {
     for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
+#if EARLY
+    mail.epoch = *const_cast<volatile u32*>(epoch);
+    named_sync(1, THREADS - 32 * WARPS);
 #endif
 #if FETCH
     for (int n = 3; n < RING + FETCH; ++n) fetch_rows(tiles, lane, rank, n, streams, output);
@@ -683,14 +688,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
 #endif
     wait_for_kernels();
-#if INIT == 2
-    if (warp == WARPS + 3)
-#pragma unroll 1
-        for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
-#endif
     u32* epoch = reinterpret_cast<u32*>(mail_at) + team;
     Mail mail{mail_at + HEADER + team * MAIL, 0};
+#if EARLY
+    if (warp >= WARPS && warp < WARPS + 3) {
+#else
     if (warp >= WARPS) {
+#endif
         mail.epoch = *const_cast<volatile u32*>(epoch);
         named_sync(1, THREADS - 32 * WARPS);  // a block that has sent has read it
     }
@@ -702,7 +706,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     else if (role == TURNS)
         finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, base, scale, new_pre, new_post, new_comb);
     else
-        serve(shared, bars, mail, tiles, lane, rank, post, comb, pre, streams, output);
+        serve(shared, bars, mail, tiles, lane, rank, post, comb, pre, streams, output, epoch);
     // All blocks have sent, so all have read this.
     if (role == 0 && lane == 0 && rank == 0) *epoch = mail.epoch + tiles.count;
 #ifdef WHERE
