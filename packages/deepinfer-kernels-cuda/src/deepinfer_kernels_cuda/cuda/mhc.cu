@@ -84,7 +84,24 @@ __device__ __forceinline__ void multiply(float (&d)[4], uint4 a, u32 b0, u32 b1)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-#if SQ
+#if SQ == 3
+// Squares of 8 tokens, 8 channels in each of two words: the right operand is first one, then the other of the left operand's halves
+// of its rows. Of the products of rows with themselves those of the first lie on the diagonal of rows 0 to 7 of d[0], those of the
+// second on that of rows 8 to 15 of d[1]; the rest is of no use.
+struct Squares {
+    float d[2][4];
+    __device__ __forceinline__ void add(u32 a, u32 b) {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%4}, {%0, %1, %2, %3};"
+            : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
+            : "r"(a), "r"(b));
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%5}, {%0, %1, %2, %3};"
+            : "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+            : "r"(a), "r"(b));
+    }
+    // Of token lane / 4 where that has the diagonal: quad of it, lane / 8.
+    __device__ __forceinline__ float sum(int token) const { return token & 1 ? d[0][1] + d[1][3] : d[0][0] + d[1][2]; }
+};
+#elif SQ
 // d += a * a transposed: 8 tokens, 16 channels; a thread's pair of tokens lane / 4 and that it stands for, rows 8 to 15 are the same.
 __device__ __forceinline__ void multiply_self(float (&d)[4], u32 a0, u32 a1) {
 #if SQ == 1
@@ -95,6 +112,15 @@ __device__ __forceinline__ void multiply_self(float (&d)[4], u32 a0, u32 a1) {
 }
 #endif
 
+#if SQ == 3
+typedef Squares SQUARES;
+#define ADD(s, a, b) s.add(a, b)
+#define SUM(s, of) s.sum(of)
+#elif SQ
+typedef float SQUARES[4];
+#define ADD(s, a, b) multiply_self(s, a, b)
+#define SUM(s, of) (of & 1 ? s[1] : s[0])
+#endif
 constexpr u32 FN_GROUP = 8 * 3 * 512;  // bytes of the projection for 32 channels of four streams
 constexpr u32 SUMS = 28;               // of a token: 16 comb, 4 pre, 4 post, squares of streams and row, 2 unused
 
@@ -102,7 +128,7 @@ constexpr u32 SUMS = 28;               // of a token: 16 comb, 4 pre, 4 post, sq
 // out: the collapsed row and the new streams. weights: of the output and of each stream in each new stream. fn: this lane's.
 #if SQ
 __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)[5][4], const float (&pre)[4], uint4 (&packed)[5],
-                                            float (&acc)[3][4], float (&squares)[4], float (&row_squares)[4]) {
+                                            float (&acc)[3][4], SQUARES& squares, SQUARES& row_squares) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float in[5][4], collapsed[4] = {0, 0, 0, 0};
@@ -127,7 +153,7 @@ __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)
                 packed[1 + o].x = a, packed[1 + o].y = b;
 #pragma unroll
             for (int m = 0; m < 3; ++m) multiply(acc[m], *reinterpret_cast<const uint4*>(fn + ((half * 4 + o) * 3 + m) * 512), a, b);
-            multiply_self(squares, a, b);
+            ADD(squares, a, b);
             v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
 #pragma unroll
             for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k];
@@ -137,7 +163,7 @@ __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)
             packed[0].z = a, packed[0].w = b;
         else
             packed[0].x = a, packed[0].y = b;
-        multiply_self(row_squares, a, b);
+        ADD(row_squares, a, b);
     }
 }
 #else
@@ -185,7 +211,7 @@ __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)
 // A warp's sums [8 tokens][SUMS]. A thread has rows lane / 4 and that + 8 of the products for tokens 2 quad and 2 quad + 1. High
 // and low parts meet here.
 #if SQ
-__device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc)[3][4], const float (&squares)[4], const float (&row_squares)[4]) {
+__device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc)[3][4], const SQUARES& squares, const SQUARES& row_squares) {
     const int of = lane >> 2, quad = lane & 3;
     const u32 part = warp + 2 * quad * SUMS * 4 + of * 4;
     store_float(part, acc[0][0] + acc[1][0]);
@@ -196,8 +222,7 @@ __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc
     store_float(part + SUMS * 4 + 64, acc[2][1] + acc[2][3]);
     // Squares lie on the diagonal.
     if (quad == of >> 1)
-        store_shared2(warp + (of * SUMS + 24) * 4, __float_as_uint(of & 1 ? squares[1] : squares[0]),
-                      __float_as_uint(of & 1 ? row_squares[1] : row_squares[0]));
+        store_shared2(warp + (of * SUMS + 24) * 4, __float_as_uint(SUM(squares, of)), __float_as_uint(SUM(row_squares, of)));
 }
 #else
 __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc)[3][4], float square, float row_square) {
@@ -366,7 +391,7 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
         TIMED(1, barrier_wait(bars.full(n), n / RING & 1));
         float weights[5][4], pre[4], acc[3][4] = {};
 #if SQ
-        float square[4] = {}, row_square[4] = {};
+        SQUARES square = {}, row_square = {};
 #else
         float square = 0, row_square = 0;
 #endif
