@@ -1,12 +1,13 @@
 // The seam between sublayers in one pass: update four streams, predict the next mix, collapse, normalise.
 //
 // 16 blocks share a row of d = 512 GROUPS channels; a block has 32 GROUPS of them, and its part of the projection stays in its
-// shared memory while it walks over tiles of 8 tokens. A warp owns 32 channels: a thread brings its own 16 bytes of each row two
-// tiles ahead and stores the new streams from registers; they are the right operand of the matrix unit in between (channels in
-// an order that makes a thread's share of a row 16 bytes). What needs whole rows (square sums, projections) crosses the blocks
-// as one message a block and tile.
+// shared memory while it walks over tiles of 8 tokens. A warp updates 32 channels of a tile at a time and WARPS of them take turns,
+// as many for each of the four schedulers. A thread brings its own 16 bytes of each row two turns ahead and stores the new streams
+// from registers; they are the right operand of the matrix unit in between (channels in an order that makes a thread's share of a
+// row 16 bytes). What needs whole rows (square sums, projections) crosses the blocks as one message a block and tile.
 //
-// Warps: GROUPS that compute; two that normalise; one each that loads mixes, sums and sends, and finishes mixes.
+// Warps: WARPS that compute; two that normalise, each every other tile; one that finishes mixes; one that sends the sums and loads
+// mixes.
 #include "hopper.cuh"
 
 #ifndef GROUPS
@@ -15,34 +16,7 @@
 #ifndef WARPS
 #define WARPS (GROUPS >= 8 ? 12 : GROUPS)
 #endif
-#ifndef FETCH
-#define FETCH 0
-#endif
-#ifndef SQ
-#define SQ 0
-#endif
-#ifndef EARLY
-#define EARLY (INIT == 2)
-#endif
-#ifndef INIT
-#define INIT 0
-#endif
-#ifndef NAP
-#define NAP 200
-#endif
 
-#ifdef WHERE
-#define spent reinterpret_cast<u32(*)[8]>(memory_ + BYTES)
-extern __shared__ __align__(1024) u8 memory_[];
-#define TIMED(k, ...)                                                                           \
-    do {                                                                                        \
-        const u32 begin_ = clock();                                                             \
-        __VA_ARGS__;                                                                            \
-        if ((threadIdx.x & 31) == 0) spent[threadIdx.x >> 5][k] += u32(clock()) - begin_;       \
-    } while (0)
-#else
-#define TIMED(k, ...) __VA_ARGS__
-#endif
 
 // Words that carry the number of their message: sender and reader need no other order between them.
 __device__ __forceinline__ u64 tagged(float value, u32 tag) { return u64(tag) << 32 | __float_as_uint(value); }
@@ -84,89 +58,12 @@ __device__ __forceinline__ void multiply(float (&d)[4], uint4 a, u32 b0, u32 b1)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-#if SQ == 3
-// Squares of 8 tokens, 8 channels in each of two words: the right operand is first one, then the other of the left operand's halves
-// of its rows. Of the products of rows with themselves those of the first lie on the diagonal of rows 0 to 7 of d[0], those of the
-// second on that of rows 8 to 15 of d[1]; the rest is of no use.
-struct Squares {
-    float d[2][4];
-    __device__ __forceinline__ void add(u32 a, u32 b) {
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%4}, {%0, %1, %2, %3};"
-            : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
-            : "r"(a), "r"(b));
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%5}, {%0, %1, %2, %3};"
-            : "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
-            : "r"(a), "r"(b));
-    }
-    // Of token lane / 4 where that has the diagonal: quad of it, lane / 8.
-    __device__ __forceinline__ float sum(int token) const { return token & 1 ? d[0][1] + d[1][3] : d[0][0] + d[1][2]; }
-};
-#elif SQ
-// d += a * a transposed: 8 tokens, 16 channels; a thread's pair of tokens lane / 4 and that it stands for, rows 8 to 15 are the same.
-__device__ __forceinline__ void multiply_self(float (&d)[4], u32 a0, u32 a1) {
-#if SQ == 1
-    multiply(d, make_uint4(a0, a1, a1, a1), a0, a1);
-#else
-    multiply(d, make_uint4(a0, a0, a1, a1), a0, a1);
-#endif
-}
-#endif
 
-#if SQ == 3
-typedef Squares SQUARES;
-#define ADD(s, a, b) s.add(a, b)
-#define SUM(s, of) s.sum(of)
-#elif SQ
-typedef float SQUARES[4];
-#define ADD(s, a, b) multiply_self(s, a, b)
-#define SUM(s, of) (of & 1 ? s[1] : s[0])
-#endif
 constexpr u32 FN_GROUP = 8 * 3 * 512;  // bytes of the projection for 32 channels of four streams
 constexpr u32 SUMS = 28;               // of a token: 16 comb, 4 pre, 4 post, squares of streams and row, 2 unused
 
 // One tile of one warp: 32 channels of 8 tokens, of each thread 8 channels of token lane / 4. In: the output and the streams;
 // out: the collapsed row and the new streams. weights: of the output and of each stream in each new stream. fn: this lane's.
-#if SQ
-__device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)[5][4], const float (&pre)[4], uint4 (&packed)[5],
-                                            float (&acc)[3][4], SQUARES& squares, SQUARES& row_squares) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float in[5][4], collapsed[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int i = 0; i < 5; ++i) {
-            const u32 a = half ? packed[i].z : packed[i].x, b = half ? packed[i].w : packed[i].y;
-            in[i][0] = bf16_low(a), in[i][1] = bf16_high(a), in[i][2] = bf16_low(b), in[i][3] = bf16_high(b);
-        }
-#pragma unroll
-        for (int o = 0; o < 4; ++o) {
-            float v[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                v[k] = weights[0][o] * in[0][k];
-#pragma unroll
-                for (int i = 1; i < 5; ++i) v[k] += weights[i][o] * in[i][k];
-            }
-            const u32 a = pack_bf16(v[0], v[1]), b = pack_bf16(v[2], v[3]);
-            if (half)
-                packed[1 + o].z = a, packed[1 + o].w = b;
-            else
-                packed[1 + o].x = a, packed[1 + o].y = b;
-#pragma unroll
-            for (int m = 0; m < 3; ++m) multiply(acc[m], *reinterpret_cast<const uint4*>(fn + ((half * 4 + o) * 3 + m) * 512), a, b);
-            ADD(squares, a, b);
-            v[0] = bf16_low(a), v[1] = bf16_high(a), v[2] = bf16_low(b), v[3] = bf16_high(b);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) collapsed[k] += pre[o] * v[k];
-        }
-        const u32 a = pack_bf16(collapsed[0], collapsed[1]), b = pack_bf16(collapsed[2], collapsed[3]);
-        if (half)
-            packed[0].z = a, packed[0].w = b;
-        else
-            packed[0].x = a, packed[0].y = b;
-        ADD(row_squares, a, b);
-    }
-}
-#else
 __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)[5][4], const float (&pre)[4], uint4 (&packed)[5],
                                             float (&acc)[3][4], float& square, float& row_square) {
 #pragma unroll
@@ -206,25 +103,9 @@ __device__ __forceinline__ void update_tile(const u8* fn, const float (&weights)
         row_square += bf16_low(b) * bf16_low(b) + bf16_high(b) * bf16_high(b);
     }
 }
-#endif
 
 // A warp's sums [8 tokens][SUMS]. A thread has rows lane / 4 and that + 8 of the products for tokens 2 quad and 2 quad + 1. High
 // and low parts meet here.
-#if SQ
-__device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc)[3][4], const SQUARES& squares, const SQUARES& row_squares) {
-    const int of = lane >> 2, quad = lane & 3;
-    const u32 part = warp + 2 * quad * SUMS * 4 + of * 4;
-    store_float(part, acc[0][0] + acc[1][0]);
-    store_float(part + SUMS * 4, acc[0][1] + acc[1][1]);
-    store_float(part + 32, acc[0][2] + acc[1][2]);
-    store_float(part + SUMS * 4 + 32, acc[0][3] + acc[1][3]);
-    store_float(part + 64, acc[2][0] + acc[2][2]);
-    store_float(part + SUMS * 4 + 64, acc[2][1] + acc[2][3]);
-    // Squares lie on the diagonal.
-    if (quad == of >> 1)
-        store_shared2(warp + (of * SUMS + 24) * 4, __float_as_uint(SUM(squares, of)), __float_as_uint(SUM(row_squares, of)));
-}
-#else
 __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc)[3][4], float square, float row_square) {
     const int of = lane >> 2, quad = lane & 3;
     square += __shfl_xor_sync(~0u, square, 1), row_square += __shfl_xor_sync(~0u, row_square, 1);
@@ -238,7 +119,6 @@ __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc
     store_float(part + SUMS * 4 + 64, acc[2][1] + acc[2][3]);
     store_float(warp + (of * SUMS + 24 + quad) * 4, quad == 0 ? square : quad == 1 ? row_square : 0.0f);
 }
-#endif
 
 // Sums of four times their factors, which are x[1] first, x[0] first, x[3] second and x[2] second: reciprocals of x by two, and
 // what does not need them while they are made.
@@ -306,28 +186,16 @@ static_assert(BYTES == SHARED, "shared memory that is asked for");
 #endif
 
 __device__ __forceinline__ void copy_16(u32 target, const void* source) {
-#ifdef WIDER
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-#else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-#endif
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-// Into the second-level cache.
-__device__ __forceinline__ void fetch_bulk(const void* source, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
 // Written once: it leaves the second-level cache first.
 __device__ __forceinline__ void store_16(void* target, uint4 v) {
-#ifdef PLAIN
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#else
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#endif
 }
 
 struct Barriers {
@@ -380,21 +248,17 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
     for (; item.n < tiles.count; item.advance()) {
         const int n = item.n, group = item.group;
         uint4 packed[5];
-        TIMED(5, copy_wait<SLOTS - 1>());
+        copy_wait<SLOTS - 1>();
 #pragma unroll
         for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + slot + 512 * i);
         bring(own + slot);
         slot = STREAM_SLOT - slot;
-        if (n < GROUPS) TIMED(4, barrier_wait(bars.constants(group), 0));
+        if (n < GROUPS) barrier_wait(bars.constants(group), 0);  // by then a warp has had all groups that it gets
         // In this order: a tile's mixes of RING tiles before have come when its rows have left, so phases are told apart.
-        if (n >= RING) TIMED(2, barrier_wait(bars.normalised(n), (n / RING - 1) & 1));
-        TIMED(1, barrier_wait(bars.full(n), n / RING & 1));
+        if (n >= RING) barrier_wait(bars.normalised(n), (n / RING - 1) & 1);
+        barrier_wait(bars.full(n), n / RING & 1);
         float weights[5][4], pre[4], acc[3][4] = {};
-#if SQ
-        SQUARES square = {}, row_square = {};
-#else
         float square = 0, row_square = 0;
-#endif
         const u32 mix = mix_of + n % RING * MIX;
         load_into(pre, mix + TOKENS * 80 - of * 48);
         load_into(weights[0], mix + TOKENS * 64 - of * 48);
@@ -406,17 +270,18 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
         if (of < tiles.here(n))
 #pragma unroll
             for (int o = 0; o < 4; ++o) store_16(target + o * WIDTH, packed[1 + o]);
-        if (n >= 2) TIMED(3, barrier_wait(bars.summed(n), (n / 2 - 1) & 1));
+        if (n >= 2) barrier_wait(bars.summed(n), (n / 2 - 1) & 1);
         write_sums(shared + PART_AT + (n & 1) * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.done(n));
     }
 }
 
+// A tile's mixes, into its part of the ring.
 __device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, int n, const u8* post, const u8* comb,
                                            const u8* pre) {
     if (n >= tiles.count) return;
-    if (n >= LAG) TIMED(2, barrier_wait(bars.mixed(n), (n / LAG - 1) & 1));
+    if (n >= LAG) barrier_wait(bars.mixed(n), (n / LAG - 1) & 1);
     const u32 bar = bars.full(n), here = tiles.here(n), mix = shared + MIX_AT + n % RING * MIX;
     const u64 token = tiles.token(n);
     if (lane == 0) {
@@ -424,17 +289,6 @@ __device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tile
         copy_bulk(mix, comb + token * 64, here * 64, bar);
         copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
         copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
-    }
-    __syncwarp();
-}
-
-// A block's part of the tile's streams and output, one after the other in memory, comes to the second-level cache.
-__device__ __forceinline__ void fetch_rows(Tiles tiles, int lane, u32 rank, int n, const u8* streams, const u8* output) {
-    if (n >= tiles.count || tiles.here(n) < TOKENS) return;
-    const u64 token = tiles.token(n);
-    if (lane == 0) {
-        fetch_bulk(streams + token * 4 * WIDTH + rank * (4 * TOKENS * WIDTH / RANKS), 4 * TOKENS * WIDTH / RANKS);
-        fetch_bulk(output + token * WIDTH + rank * (TOKENS * WIDTH / RANKS), TOKENS * WIDTH / RANKS);
     }
     __syncwarp();
 }
@@ -455,21 +309,16 @@ struct Mail {
 constexpr u64 HEADER = 64;  // words before them: 128 epochs, in halves
 constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 blocks
 
-// Sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for its owner.
-// Then mixes of the tile that takes its place in the ring.
+// Of each tile sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for
+// its owner; then mixes of the tile that takes its place in the ring. A block that has sent has read the epoch with all warps.
 __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, const u8* post,
-                                      const u8* comb, const u8* pre, const u8* streams, const u8* output, const u32* epoch) {
+                                      const u8* comb, const u8* pre, const u32* epoch) {
     for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
-#if EARLY
     mail.epoch = *const_cast<volatile u32*>(epoch);
     named_sync(1, THREADS - 32 * WARPS);
-#endif
-#if FETCH
-    for (int n = 3; n < RING + FETCH; ++n) fetch_rows(tiles, lane, rank, n, streams, output);
-#endif
 #pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
-        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+        barrier_wait(bars.done(n), n / LAG & 1);
         float4 sums[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -500,17 +349,14 @@ __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tile
             }
         }
         load_mixes(shared, bars, tiles, lane, n + RING, post, comb, pre);
-#if FETCH
-        fetch_rows(tiles, lane, rank, n + RING + FETCH, streams, output);
-#endif
     }
 }
 
-// Coefficients of this block's token of every other tile; of up to 32 at once, a thread has one.
+// Coefficients of this block's token of every other tile: a lane makes one of pre, post or comb after the softmax; the iterations of
+// up to 32 tokens go at once, a thread has one.
 __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int iterations,
                                              float eps, float mix_eps, const float* base, const float* scale, float* pre, float* post,
                                              float* comb) {
-    // A lane makes one: 16 of comb, 4 of pre, 4 of post.
     const bool of_comb = lane < 16, of_pre = lane < 20;
     const float own_base = base[of_comb ? 8 + lane : min(lane, 23) - 16], own_scale = scale[of_comb ? 2 : of_pre ? 0 : 1];
     int kept = 0;
@@ -518,13 +364,10 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
     for (int n = 0; n < tiles.count; ++n) {
         const int mine = int(rank) - TOKENS * (n & 1);
         const bool own = mine >= 0 && mine < tiles.here(n);
-        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+        barrier_wait(bars.done(n), n / LAG & 1);
         if (own) {
             const u64* from = mail.sums(n, 0, mine) + min(lane, int(SUMS) - 1);
             float sum;
-#ifdef WHERE
-            const u32 begin = clock();
-#endif
             while (true) {
                 bool missing = false;
                 sum = 0;
@@ -535,11 +378,8 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
                     sum += value_of(word);
                 }
                 if (!__any_sync(~0u, missing)) break;
-                __nanosleep(NAP);
+                __nanosleep(200);
             }
-#ifdef WHERE
-            if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
-#endif
             const float square = __shfl_sync(~0u, sum, 24);
             const float value = fmaf(sum, rsqrtf(fmaf(square, 1.0f / (4 * RANKS * CHANNELS), mix_eps)) * own_scale, own_base);
             float top = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
@@ -564,7 +404,7 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
         if (kept == 32 || (n + 1 == tiles.count && kept)) {
             const u32 from = shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4;
             __syncwarp();
-            TIMED(3, finish_token(from, iterations, eps, lane < kept, load_shared(from + 16 * 4), comb));
+            finish_token(from, iterations, eps, lane < kept, load_shared(from + 16 * 4), comb);
             kept = 0;
             __syncwarp();
         }
@@ -572,8 +412,8 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
 }
 
 // Rows of every other tile.
-__device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int turn,
-                                          u8* x, float norm_eps) {
+__device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int turn, u8* x,
+                                          float norm_eps) {
     constexpr int PIECES = 4 * GROUPS;  // of 16 bytes of a row
     uint4 weights[GROUPS / 2];
     u32 from[GROUPS / 2], to[GROUPS / 2];
@@ -587,7 +427,7 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
     }
 #pragma unroll 1
     for (int n = turn; n < tiles.count; n += TURNS) {
-        TIMED(1, barrier_wait(bars.done(n), n / LAG & 1));
+        barrier_wait(bars.done(n), n / LAG & 1);
         uint4 values[2][GROUPS / 2];
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -598,9 +438,6 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
         // Of each half of the tokens a thread reads two squares.
         const u64* at = mail.squares(n, lane & 7, lane >> 3);
         float square[2];
-#ifdef WHERE
-        const u32 begin = clock();
-#endif
         while (true) {
             bool missing = false;
 #pragma unroll
@@ -612,9 +449,6 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
             if (!__any_sync(~0u, missing)) break;
             __nanosleep(32);
         }
-#ifdef WHERE
-        if (lane == 0) spent[threadIdx.x >> 5][2] += u32(clock()) - begin;
-#endif
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             square[half] += __shfl_xor_sync(~0u, square[half], 1);
@@ -651,12 +485,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Barriers bars{shared + BARRIERS_AT};
     const int teams = gridDim.x / RANKS, team = blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
     const Tiles tiles{team, teams, (all - team + teams - 1) / teams, tokens};
-#ifdef WHERE
-    const u32 entered = clock();
-    if (threadIdx.x < (WARPS + 4) * 8) spent[threadIdx.x / 8][threadIdx.x % 8] = 0;
-    __syncthreads();
-#endif
-#if INIT == 2
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
@@ -676,52 +504,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
     }
     __syncwarp();
-#else
-#if INIT == 0
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
-        fence_barriers();
-        fence_async_shared();
-        // Constants of the model: no kernel ahead writes them.
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            barrier_expect(bars.constants(group), FN_GROUP);
-            copy_bulk(shared + FN_AT + group * FN_GROUP, fn + (rank * GROUPS + group) * u64(FN_GROUP), FN_GROUP, bars.constants(group));
-        }
-        barrier_expect(bars.constants(GROUPS), ROW);
-        copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
-    }
-#else
-    if (warp == 0) {
-        for (int k = lane; k < ALL_BARRIERS; k += 32)
-            barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
-        fence_barriers();
-        fence_async_shared();
-        __syncwarp();
-        // Constants of the model: no kernel ahead writes them.
-        if (lane < GROUPS) {
-            barrier_expect(bars.constants(lane), FN_GROUP);
-            copy_bulk(shared + FN_AT + lane * FN_GROUP, fn + (rank * GROUPS + lane) * u64(FN_GROUP), FN_GROUP, bars.constants(lane));
-        } else if (lane == GROUPS) {
-            barrier_expect(bars.constants(GROUPS), ROW);
-            copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
-        }
-    }
-#endif
-    __syncwarp();
-    __syncthreads();
-#endif
     wait_for_kernels();
     u32* epoch = reinterpret_cast<u32*>(mail_at) + team;
     Mail mail{mail_at + HEADER + team * MAIL, 0};
-#if EARLY
     if (warp >= WARPS && warp < WARPS + 3) {
-#else
-    if (warp >= WARPS) {
-#endif
         mail.epoch = *const_cast<volatile u32*>(epoch);
-        named_sync(1, THREADS - 32 * WARPS);  // a block that has sent has read it
+        named_sync(1, THREADS - 32 * WARPS);
     }
     const int role = warp - WARPS;
     if (role < 0)
@@ -731,16 +519,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     else if (role == TURNS)
         finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, base, scale, new_pre, new_post, new_comb);
     else
-        serve(shared, bars, mail, tiles, lane, rank, post, comb, pre, streams, output, epoch);
+        serve(shared, bars, mail, tiles, lane, rank, post, comb, pre, epoch);
     // All blocks have sent, so all have read this.
     if (role == 0 && lane == 0 && rank == 0) *epoch = mail.epoch + tiles.count;
-#ifdef WHERE
-    if (lane == 0) {
-        spent[warp][0] = u32(clock()) - entered;
-        asm volatile("mov.u32 %0, %%smid;" : "=r"(spent[warp][7]));
-
-        u32* to = reinterpret_cast<u32*>(mail_at + HEADER + 8 * MAIL) + (blockIdx.x * 32 + warp) * 8;
-        for (int k = 0; k < 8; ++k) to[k] = spent[warp][k];
-    }
-#endif
 }
