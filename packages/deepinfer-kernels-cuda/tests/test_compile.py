@@ -15,6 +15,7 @@ from deepinfer_kernels_cuda import catalogue  # noqa: E402
 from deepinfer_kernels_cuda.aot import CompileReport, CompileReportError, machine_text  # noqa: E402
 from deepinfer_kernels_cuda.catalogue import SPECS  # noqa: E402
 from deepinfer_kernels_cuda.experts import NARROW  # noqa: E402
+from deepinfer_kernels_cuda.mhc import _row_kernel  # noqa: E402
 from deepinfer_kernels_cuda.native import compile_native, native_reason  # noqa: E402
 
 CASES = [
@@ -64,6 +65,21 @@ def test_products_of_the_router_stay_under_way_and_nothing_fences() -> None:
     sass = machine_text(compile_native("router_product.cu", 90, ("SELECTS=1",)), "router_product")
     counts = {word: len(re.findall(rf"\b{word}\b", sass)) for word in ("HGMMA", "WARPGROUP.DEPBAR", "MEMBAR")}
     assert counts == {"HGMMA": 4, "WARPGROUP.DEPBAR": 2, "MEMBAR": 0}
+
+
+@pytest.mark.parametrize(("groups", "warps"), [(2, 2), (10, 12)])
+def test_the_seam_fits_registers_and_shared_memory(groups, warps) -> None:
+    """Its source asserts that the shared memory asked for is what it lays out; a block on Hopper has 227 KiB at most."""
+    if native_reason() is not None:
+        pytest.skip(native_reason())
+    kernel = _row_kernel(groups)
+    assert kernel.threads == 32 * (warps + 4)
+    assert kernel.shared <= 227 * 1024
+    sass = machine_text(compile_native(kernel.source, 90, kernel.defines), "mhc_step")
+    assert not re.findall(r"\b(?:LDL|STL)\b", sass), "spills"
+    assert len(re.findall(r"\bHMMA\b", sass)) == 2 * 4 * 3, (
+        "one loop over tiles: halves, streams, rows of the projection"
+    )
 
 
 def test_names_are_unique() -> None:

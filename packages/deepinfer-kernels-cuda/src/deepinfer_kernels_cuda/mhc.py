@@ -209,11 +209,11 @@ _ROW_TOKENS = range(1, 1 << 30)  # where it is faster than Triton's kernels (H20
 @functools.lru_cache(maxsize=8)
 def _row_kernel(groups: int) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
-    row = 64 * groups
-    rows = 4 * 8 * (row + (0 if groups % 2 else 64))
-    sums = 2 * groups * 8 * 28 * 4 + (32 * 29 + 28) * 4
-    shared = groups * (12288 + 2 * 2560) + rows + row + 4 * 8 * 96 + sums + 8 * (2 * 4 + 2 * 8 + 2 + groups + 1)
-    return NativeKernel("mhc.cu", "mhc_step", "P" * 15 + "iifff", threads=32 * (groups + 5), shared=shared,
+    warps, row = 12 if groups >= 8 else groups, 64 * groups
+    rows = 4 * (8 * row + 256)
+    sums = 2 * groups * 8 * 28 * 4 + 32 * 17 * 4
+    shared = groups * 12288 + warps * 2 * 2560 + rows + row + 4 * 8 * 96 + sums + 8 * (2 * 4 + 2 * 8 + 2 + groups + 1)
+    return NativeKernel("mhc.cu", "mhc_step", "P" * 15 + "iifff", threads=32 * (warps + 4), shared=shared,
                         defines=(f"GROUPS={groups}", f"SHARED={shared}"))  # fmt: skip
 
 
@@ -236,12 +236,12 @@ def _teams(device: torch.device, groups: int) -> int:
 
 @functools.cache  # never dropped: a graph keeps the address
 def _mail(device: torch.device, stream: int, teams: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
-    """Where blocks leave each other messages, zeros at first: 32 words that count tiles, and a team's words.
+    """Where blocks leave each other messages, zeros at first: 64 words that count tiles, and a team's words.
 
     One for each stream, whose launches follow each other. A graph keeps those of the stream that it was captured on: graphs
     captured on one stream must not be replayed at the same time, and the first call on a stream must not be a captured one.
     """
-    return torch.zeros(32 + teams * 16 * 8 * _TEAM * 33, dtype=torch.int64, device=device)
+    return torch.zeros(64 + teams * 16 * 8 * _TEAM * 33, dtype=torch.int64, device=device)
 
 
 def _whole(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles: tuple[torch.Tensor, ...]) -> bool:

@@ -1,17 +1,22 @@
 // The seam between sublayers in one pass: update four streams, predict the next mix, collapse, normalise.
 //
 // 16 blocks share a row of d = 512 GROUPS channels; a block has 32 GROUPS of them, and its part of the projection stays in its
-// shared memory while it walks over tiles of 8 tokens. A warp owns 32 channels: a thread brings its own 16 bytes of each row two
-// tiles ahead and stores the new streams from registers; they are the right operand of the matrix unit in between (channels in
-// an order that makes a thread's share of a row 16 bytes). What needs whole rows (square sums, projections) crosses the blocks
-// as one message a block and tile.
+// shared memory while it walks over tiles of 8 tokens. A warp updates 32 channels of a tile at a time and WARPS of them take turns,
+// as many for each of the four schedulers. A thread brings its own 16 bytes of each row two turns ahead and stores the new streams
+// from registers; they are the right operand of the matrix unit in between (channels in an order that makes a thread's share of a
+// row 16 bytes). What needs whole rows (square sums, projections) crosses the blocks as one message a block and tile.
 //
-// Warps: GROUPS that compute; two that normalise; one each that loads mixes, sums and sends, and finishes mixes.
+// Warps: WARPS that compute; two that normalise, each every other tile; one that finishes mixes; one that sends the sums and loads
+// mixes.
 #include "hopper.cuh"
 
 #ifndef GROUPS
 #define GROUPS 10
 #endif
+#ifndef WARPS
+#define WARPS (GROUPS >= 8 ? 12 : GROUPS)
+#endif
+
 
 // Words that carry the number of their message: sender and reader need no other order between them.
 __device__ __forceinline__ u64 tagged(float value, u32 tag) { return u64(tag) << 32 | __float_as_uint(value); }
@@ -52,6 +57,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], uint4 a, u32 b0, u32 b1)
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
+
 
 constexpr u32 FN_GROUP = 8 * 3 * 512;  // bytes of the projection for 32 channels of four streams
 constexpr u32 SUMS = 28;               // of a token: 16 comb, 4 pre, 4 post, squares of streams and row, 2 unused
@@ -114,91 +120,67 @@ __device__ __forceinline__ void write_sums(u32 warp, int lane, const float (&acc
     store_float(warp + (of * SUMS + 24 + quad) * 4, quad == 0 ? square : quad == 1 ? row_square : 0.0f);
 }
 
-__device__ __forceinline__ float weighted(float a, float b, float c, float d, const float (&factor)[4], float more) {
-    return fmaf(b, factor[1], fmaf(a, factor[0], more)) + fmaf(d, factor[3], c * factor[2]);
-}
-// Four reciprocals by two: the unit that makes them takes longest.
-__device__ __forceinline__ void invert(float (&d)[4], const float (&x)[4]) {
-    const float a = inverse(x[0] * x[1]), b = inverse(x[2] * x[3]);
-    d[0] = a * x[1], d[1] = a * x[0], d[2] = b * x[3], d[3] = b * x[2];
+// Sums of four times their factors, which are x[1] first, x[0] first, x[3] second and x[2] second: reciprocals of x by two, and
+// what does not need them while they are made.
+__device__ __forceinline__ float weighted(float a, float b, float c, float d, const float (&x)[4], float first, float second, float more) {
+    return fmaf(fmaf(a, x[1], b * x[0]), first, fmaf(fmaf(c, x[3], d * x[2]), second, more));
 }
 
-// What coefficients are made from, in shared memory: base (4 of pre, 4 of post, 16 of comb), then scale (pre, post, comb).
-constexpr u32 MODEL = 27;
-
-// A thread's token: its sums lie at `sums`.
-__device__ __forceinline__ void finish_token(u32 sums, u32 model, float width, int iterations, float eps, float mix_eps, bool store,
-                                             i64 token, float* pre, float* post, float* comb) {
-    const float norm = 1.0f / sqrtf(load_float(sums + 24 * 4) / width + mix_eps);
+// A thread's token: the matrix at `from` after the softmax of its rows.
+__device__ __forceinline__ void finish_token(u32 from, int iterations, float eps, bool store, i64 token, float* comb) {
     float c[4][4];
-    {
-        float p[4], q[4];
-        const float for_pre = norm * load_float(model + 24 * 4), for_post = norm * load_float(model + 25 * 4);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            p[i] = inverse(1.0f + exponential(-load_float(model + i * 4) - load_float(sums + (16 + i) * 4) * for_pre)) + eps;
-            q[i] = 2.0f * inverse(1.0f + exponential(-load_float(model + (4 + i) * 4) - load_float(sums + (20 + i) * 4) * for_post));
-        }
-        if (store) {
-            reinterpret_cast<float4*>(pre)[token] = make_float4(p[0], p[1], p[2], p[3]);
-            reinterpret_cast<float4*>(post)[token] = make_float4(q[0], q[1], q[2], q[3]);
-        }
-    }
-    const float factor = norm * load_float(model + 26 * 4);
+    for (int i = 0; i < 4; ++i)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int o = 0; o < 4; ++o) c[i][o] = load_float(model + (8 + 4 * i + o) * 4) + load_float(sums + (4 * i + o) * 4) * factor;
-        const float top = fmaxf(fmaxf(c[i][0], c[i][1]), fmaxf(c[i][2], c[i][3]));
-#pragma unroll
-        for (int o = 0; o < 4; ++o) c[i][o] = exponential(c[i][o] - top);
-        const float all = inverse((c[i][0] + c[i][1]) + (c[i][2] + c[i][3]));
-#pragma unroll
-        for (int o = 0; o < 4; ++o) c[i][o] = c[i][o] * all + eps;
-    }
+        for (int o = 0; o < 4; ++o) c[i][o] = load_float(from + (4 * i + o) * 4);
     // The matrix stays; its rows and columns have factors. Dividing row i by its sum and eps makes of its factor r
     // 1 / (sum over o of c[i][o] column[o] + eps / r), and so do columns: first those, then rows and columns in turn.
-    float rows[4] = {1, 1, 1, 1}, columns[4] = {1, 1, 1, 1}, row[4] = {1, 1, 1, 1}, column[4];
+    float rows[4] = {1, 1, 1, 1}, columns[4] = {1, 1, 1, 1}, row[2] = {1, 1}, column[2];
 #pragma unroll 1
     for (int k = 0;; ++k) {
 #pragma unroll
-        for (int o = 0; o < 4; ++o) columns[o] = weighted(c[0][o], c[1][o], c[2][o], c[3][o], row, eps * columns[o]);
-        invert(column, columns);
+        for (int o = 0; o < 4; ++o)
+            columns[o] = weighted(c[0][o], c[1][o], c[2][o], c[3][o], rows, row[0], row[1], eps * columns[o]);
+        column[0] = inverse(columns[0] * columns[1]), column[1] = inverse(columns[2] * columns[3]);
         if (k + 1 >= iterations) break;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) rows[i] = weighted(c[i][0], c[i][1], c[i][2], c[i][3], column, eps * rows[i]);
-        invert(row, rows);
+        for (int i = 0; i < 4; ++i)
+            rows[i] = weighted(c[i][0], c[i][1], c[i][2], c[i][3], columns, column[0], column[1], eps * rows[i]);
+        row[0] = inverse(rows[0] * rows[1]), row[1] = inverse(rows[2] * rows[3]);
     }
     if (store)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < 4; ++i) {
+            const float own = row[i >> 1] * rows[i ^ 1], a = own * column[0], b = own * column[1];
             reinterpret_cast<float4*>(comb)[token * 4 + i] =
-                make_float4(c[i][0] * row[i] * column[0], c[i][1] * row[i] * column[1], c[i][2] * row[i] * column[2],
-                            c[i][3] * row[i] * column[3]);
+                make_float4(c[i][0] * a * columns[1], c[i][1] * a * columns[0], c[i][2] * b * columns[3], c[i][3] * b * columns[2]);
+        }
 }
 
 constexpr int RANKS = 16, TOKENS = 8, SLOTS = 2, RING = 4, LAG = 8, MESSAGES = 16;
-constexpr int THREADS = 32 * (GROUPS + 5);
+constexpr int TURNS = 2;  // warps that normalise, each every other tile
+constexpr int THREADS = 32 * (WARPS + 4);
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
 constexpr u64 WIDTH = u64(RANKS) * ROW;                      // of a row
-constexpr u32 ROW_PITCH = ROW + (GROUPS % 2 ? 0 : 64);       // the next token's pieces lie in other banks
-constexpr u32 ROW_SLOT = TOKENS * ROW_PITCH;
+// Where a token's part of the row lies: the second of two in other banks than the first.
+__device__ constexpr u32 row_of(int token) { return (token >> 1) * (2 * ROW + 64) + (token & 1) * (ROW + 64); }
+constexpr u32 ROW_SLOT = TOKENS / 2 * (2 * ROW + 64);
 constexpr u32 STREAM_SLOT = 5 * 512;                         // of a warp: 16 bytes a thread of the output and four streams
 constexpr u32 PART = GROUPS * 8 * SUMS * 4;
 constexpr u32 MIX = TOKENS * 96;                             // of a tile: comb, post, pre
 
 constexpr u32 FN_AT = 0;
 constexpr u32 STREAM_AT = FN_AT + GROUPS * FN_GROUP;
-constexpr u32 ROW_AT = STREAM_AT + GROUPS * SLOTS * STREAM_SLOT;
+constexpr u32 ROW_AT = STREAM_AT + WARPS * SLOTS * STREAM_SLOT;
 constexpr u32 WEIGHT_AT = ROW_AT + RING * ROW_SLOT;
 constexpr u32 MIX_AT = WEIGHT_AT + ROW;
 constexpr u32 PART_AT = MIX_AT + RING * MIX;                 // [2][GROUPS][8][SUMS]
-constexpr u32 KEPT = 29;                                     // words of a token whose coefficients are not made yet
+constexpr u32 KEPT = 17;                                     // words of a token whose matrix is not made yet: it, which token
 constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
-constexpr u32 MODEL_AT = KEPT_AT + 32 * KEPT * 4;
-constexpr u32 BARRIERS_AT = MODEL_AT + (MODEL + 1) * 4;
-constexpr u32 BYTES = BARRIERS_AT + 8 * (2 * RING + 2 * LAG + 2 + GROUPS + 1);
+constexpr u32 BARRIERS_AT = KEPT_AT + 32 * KEPT * 4;
+constexpr int ALL_BARRIERS = 2 * RING + 2 * LAG + 2 + GROUPS + 1;
+constexpr u32 BYTES = BARRIERS_AT + 8 * ALL_BARRIERS;
 #ifdef SHARED
 static_assert(BYTES == SHARED, "shared memory that is asked for");
 #endif
@@ -232,47 +214,62 @@ struct Tiles {
     __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
 };
 
-__device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars, Tiles tiles, int group, int lane, u32 rank,
+// What a warp updates: 32 channels of a tile. A warp's next is WARPS further.
+struct Item {
+    int n, group;
+    __device__ void advance() {
+        n += WARPS / GROUPS, group += WARPS % GROUPS;
+        if (WARPS % GROUPS && group >= GROUPS) group -= GROUPS, ++n;
+    }
+};
+
+__device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars, Tiles tiles, int warp, int lane, u32 rank,
                                         const u8* streams, const u8* output, u8* new_streams) {
     const int of = lane >> 2, quad = lane & 3;
-    const u32 own = shared + STREAM_AT + group * SLOTS * STREAM_SLOT + lane * 16;
-    const u64 column = rank * ROW + group * 64 + quad * 16;
+    const u32 column = rank * ROW + quad * 16, own = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + lane * 16;
+    Item item{warp / GROUPS, warp % GROUPS}, next = item;
+    u32 slot = 0;
     // A thread reads only what it brought itself.
-    const auto bring = [&](int n) {
-        if (n < tiles.count) {
-            const u64 token = min(tiles.token(n) + of, tiles.tokens - 1);
-            const u32 to = own + n % SLOTS * STREAM_SLOT;
-            copy_16(to, output + token * WIDTH + column);
+    const auto bring = [&](u32 to) {
+        if (next.n < tiles.count) {
+            const u64 token = min(tiles.token(next.n) + of, tiles.tokens - 1), at = column + next.group * 64;
+            copy_16(to, output + token * WIDTH + at);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) copy_16(to + 512 * (1 + i), streams + (4 * token + i) * WIDTH + column);
+            for (int i = 0; i < 4; ++i) copy_16(to + 512 * (1 + i), streams + (4 * token + i) * WIDTH + at);
         }
         copy_commit();
+        next.advance();
     };
 #pragma unroll
-    for (int n = 0; n < SLOTS; ++n) bring(n);
-    barrier_wait(bars.constants(group), 0);
+    for (int n = 0; n < SLOTS; ++n) bring(own + n * STREAM_SLOT);
+    const u32 row_to = shared + ROW_AT + row_of(of) + quad * 16, mix_of = shared + MIX_AT + of * 64;
+    fn += lane * 16;
 #pragma unroll 1
-    for (int n = 0; n < tiles.count; ++n) {
-        copy_wait<SLOTS - 1>();
+    for (; item.n < tiles.count; item.advance()) {
+        const int n = item.n, group = item.group;
         uint4 packed[5];
+        copy_wait<SLOTS - 1>();
 #pragma unroll
-        for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + n % SLOTS * STREAM_SLOT + 512 * i);
-        bring(n + SLOTS);
-        barrier_wait(bars.full(n), n / RING & 1);
+        for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + slot + 512 * i);
+        bring(own + slot);
+        slot = STREAM_SLOT - slot;
+        if (n < GROUPS) barrier_wait(bars.constants(group), 0);  // by then a warp has had all groups that it gets
+        // In this order: a tile's mixes of RING tiles before have come when its rows have left, so phases are told apart.
         if (n >= RING) barrier_wait(bars.normalised(n), (n / RING - 1) & 1);
-        float weights[5][4], pre[4], acc[3][4] = {}, square = 0, row_square = 0;
-        const u32 mix = shared + MIX_AT + n % RING * MIX;
-        load_into(pre, mix + TOKENS * 80 + of * 16);
-        load_into(weights[0], mix + TOKENS * 64 + of * 16);
+        barrier_wait(bars.full(n), n / RING & 1);
+        float weights[5][4], pre[4], acc[3][4] = {};
+        float square = 0, row_square = 0;
+        const u32 mix = mix_of + n % RING * MIX;
+        load_into(pre, mix + TOKENS * 80 - of * 48);
+        load_into(weights[0], mix + TOKENS * 64 - of * 48);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + of * 64 + i * 16);
-        update_tile(fn + lane * 16, weights, pre, packed, acc, square, row_square);
-        store_shared4(shared + ROW_AT + n % RING * ROW_SLOT + of * ROW_PITCH + group * 64 + quad * 16, packed[0].x, packed[0].y,
-                      packed[0].z, packed[0].w);
-        u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column;
+        for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + i * 16);
+        update_tile(fn + group * FN_GROUP, weights, pre, packed, acc, square, row_square);
+        store_shared4(row_to + n % RING * ROW_SLOT + group * 64, packed[0].x, packed[0].y, packed[0].z, packed[0].w);
+        u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column + group * 64;
+        if (of < tiles.here(n))
 #pragma unroll
-        for (int o = 0; o < 4; ++o)
-            if (of < tiles.here(n)) store_16(target + o * WIDTH, packed[1 + o]);
+            for (int o = 0; o < 4; ++o) store_16(target + o * WIDTH, packed[1 + o]);
         if (n >= 2) barrier_wait(bars.summed(n), (n / 2 - 1) & 1);
         write_sums(shared + PART_AT + (n & 1) * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
         __syncwarp();
@@ -280,28 +277,26 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
     }
 }
 
-__device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, const u8* post, const u8* comb,
+// A tile's mixes, into its part of the ring.
+__device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tiles, int lane, int n, const u8* post, const u8* comb,
                                            const u8* pre) {
-#pragma unroll 1
-    for (int n = 0; n < tiles.count; ++n) {
-        if (n >= RING) barrier_wait(bars.done(n - RING), (n - RING) / LAG & 1);
-        if (n >= LAG) barrier_wait(bars.mixed(n), (n / LAG - 1) & 1);
-        const u32 bar = bars.full(n), here = tiles.here(n), mix = shared + MIX_AT + n % RING * MIX;
-        const u64 token = tiles.token(n);
-        if (lane == 0) {
-            barrier_expect(bar, here * 96);
-            copy_bulk(mix, comb + token * 64, here * 64, bar);
-            copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
-            copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
-        }
-        __syncwarp();
+    if (n >= tiles.count) return;
+    if (n >= LAG) barrier_wait(bars.mixed(n), (n / LAG - 1) & 1);
+    const u32 bar = bars.full(n), here = tiles.here(n), mix = shared + MIX_AT + n % RING * MIX;
+    const u64 token = tiles.token(n);
+    if (lane == 0) {
+        barrier_expect(bar, here * 96);
+        copy_bulk(mix, comb + token * 64, here * 64, bar);
+        copy_bulk(mix + TOKENS * 64, post + token * 16, here * 16, bar);
+        copy_bulk(mix + TOKENS * 80, pre + token * 16, here * 16, bar);
     }
+    __syncwarp();
 }
 
 // Where blocks that share rows leave messages, in global memory: [MESSAGES][RANKS][TOKENS] squares of rows, then
-// [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + 1 tiles before;
-// who sent those had read the squares of 2 RING + 2 tiles before and the sums of RING + 1 + LAG tiles before.
-static_assert(MESSAGES >= 2 * RING + 2 && MESSAGES >= RING + 1 + LAG, "messages are read before they are written over");
+// [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + TURNS tiles
+// before; who sent those had read the squares of 2 (RING + TURNS) tiles before and the sums of RING + TURNS + LAG tiles before.
+static_assert(MESSAGES >= 2 * (RING + TURNS) && MESSAGES >= RING + TURNS + LAG, "messages are read before they are written over");
 struct Mail {
     u64* at;
     u32 epoch;  // of the launch: its tiles' tags follow
@@ -311,12 +306,18 @@ struct Mail {
         return at + MESSAGES * RANKS * TOKENS + (((n % MESSAGES) * TOKENS + token) * RANKS + rank) * 32;
     }
 };
+constexpr u64 HEADER = 64;  // words before them: 128 epochs, in halves
 constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 blocks
 
-// Sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for its owner.
-__device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, int tiles, int lane, u32 rank) {
+// Of each tile sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for
+// its owner; then mixes of the tile that takes its place in the ring. A block that has sent has read the epoch with all warps.
+__device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, const u8* post,
+                                      const u8* comb, const u8* pre, const u32* epoch) {
+    for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
+    mail.epoch = *const_cast<volatile u32*>(epoch);
+    named_sync(1, THREADS - 32 * WARPS);
 #pragma unroll 1
-    for (int n = 0; n < tiles; ++n) {
+    for (int n = 0; n < tiles.count; ++n) {
         barrier_wait(bars.done(n), n / LAG & 1);
         float4 sums[2];
 #pragma unroll
@@ -347,13 +348,18 @@ __device__ __forceinline__ void send_sums(u32 shared, Barriers bars, Mail mail, 
                 post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
             }
         }
+        load_mixes(shared, bars, tiles, lane, n + RING, post, comb, pre);
     }
 }
 
-// Coefficients of this block's token of every other tile; of up to 32 at once, a thread has one.
+// Coefficients of this block's token of every other tile: a lane makes one of pre, post or comb after the softmax; the iterations of
+// up to 32 tokens go at once, a thread has one.
 __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int iterations,
-                                             float eps, float mix_eps, float* pre, float* post, float* comb) {
-    int kept = 0, first = 0;
+                                             float eps, float mix_eps, const float* base, const float* scale, float* pre, float* post,
+                                             float* comb) {
+    const bool of_comb = lane < 16, of_pre = lane < 20;
+    const float own_base = base[of_comb ? 8 + lane : min(lane, 23) - 16], own_scale = scale[of_comb ? 2 : of_pre ? 0 : 1];
+    int kept = 0;
 #pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
         const int mine = int(rank) - TOKENS * (n & 1);
@@ -374,70 +380,101 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
                 if (!__any_sync(~0u, missing)) break;
                 __nanosleep(200);
             }
-            if (kept == 0) first = tiles.token(n) + mine;
-            if (lane < SUMS) store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, sum);
+            const float square = __shfl_sync(~0u, sum, 24);
+            const float value = fmaf(sum, rsqrtf(fmaf(square, 1.0f / (4 * RANKS * CHANNELS), mix_eps)) * own_scale, own_base);
+            float top = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float power = exponential(of_comb ? value - top : -value);
+            float all = power + __shfl_xor_sync(~0u, power, 1);
+            all += __shfl_xor_sync(~0u, all, 2);
+            const float over = inverse(of_comb ? all : 1.0f + power);
+            const i64 at = tiles.token(n) + mine;
+            if (of_comb)
+                store_float(shared + KEPT_AT + (kept * KEPT + lane) * 4, fmaf(power, over, eps));
+            else if (of_pre)
+                pre[at * 4 + lane - 16] = over + eps;
+            else if (lane < 24)
+                post[at * 4 + lane - 20] = 2.0f * over;
+            else if (lane == 24)
+                store_shared(shared + KEPT_AT + (kept * KEPT + 16) * 4, u32(at));
             ++kept;
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.mixed(n));
-        if (kept < 32 && (n + 1 < tiles.count || kept == 0)) continue;
-        finish_token(shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4, shared + MODEL_AT, 4.0f * RANKS * CHANNELS, iterations, eps,
-                     mix_eps, lane < kept, first + lane * i64(2 * TOKENS * tiles.step), pre, post, comb);
-        kept = 0;
-        __syncwarp();
+        if (kept == 32 || (n + 1 == tiles.count && kept)) {
+            const u32 from = shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4;
+            __syncwarp();
+            finish_token(from, iterations, eps, lane < kept, load_shared(from + 16 * 4), comb);
+            kept = 0;
+            __syncwarp();
+        }
     }
 }
 
-// Rows of half of a tile's tokens.
-__device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int first, u8* x,
+// Rows of every other tile.
+__device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int turn, u8* x,
                                           float norm_eps) {
-    barrier_wait(bars.constants(GROUPS), 0);
+    constexpr int PIECES = 4 * GROUPS;  // of 16 bytes of a row
     uint4 weights[GROUPS / 2];
+    u32 from[GROUPS / 2], to[GROUPS / 2];
+    barrier_wait(bars.constants(GROUPS), 0);
 #pragma unroll
-    for (int k = 0; k < GROUPS / 2; ++k) weights[k] = load_shared4(shared + WEIGHT_AT + (32 * k + lane) % (4 * GROUPS) * 16);
+    for (int k = 0; k < GROUPS / 2; ++k) {
+        const int item = 32 * k + lane;
+        weights[k] = load_shared4(shared + WEIGHT_AT + item % PIECES * 16);
+        from[k] = shared + ROW_AT + row_of(item / PIECES) + item % PIECES * 16;
+        to[k] = item / PIECES * u32(WIDTH) + item % PIECES * 16;
+    }
 #pragma unroll 1
-    for (int n = 0; n < tiles.count; ++n) {
+    for (int n = turn; n < tiles.count; n += TURNS) {
         barrier_wait(bars.done(n), n / LAG & 1);
-        const u32 rows = shared + ROW_AT + n % RING * ROW_SLOT + first * ROW_PITCH;
-        uint4 values[GROUPS / 2];
+        uint4 values[2][GROUPS / 2];
 #pragma unroll
-        for (int k = 0; k < GROUPS / 2; ++k) {
-            const int item = 32 * k + lane;
-            values[k] = load_shared4(rows + item / (4 * GROUPS) * ROW_PITCH + item % (4 * GROUPS) * 16);
-        }
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + n % RING * ROW_SLOT);
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.normalised(n));
-        const u64* from = mail.squares(n, lane & 7, first + (lane >> 3));
-        float square;
+        // Of each half of the tokens a thread reads two squares.
+        const u64* at = mail.squares(n, lane & 7, lane >> 3);
+        float square[2];
         while (true) {
-            const u64 low = read_word(from), high = read_word(from + 8 * TOKENS);
-            square = value_of(low) + value_of(high);
-            if (!__any_sync(~0u, tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n))) break;
+            bool missing = false;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u64 low = read_word(at + half * (TOKENS / 2)), high = read_word(at + half * (TOKENS / 2) + 8 * TOKENS);
+                square[half] = value_of(low) + value_of(high);
+                missing |= tag_of(low) != mail.tag(n) || tag_of(high) != mail.tag(n);
+            }
+            if (!__any_sync(~0u, missing)) break;
             __nanosleep(32);
         }
-        square += __shfl_xor_sync(~0u, square, 1);
-        square += __shfl_xor_sync(~0u, square, 2);
-        square += __shfl_xor_sync(~0u, square, 4);
-        const float factor = rsqrtf(square / (RANKS * CHANNELS) + norm_eps);
-        u8* target = x + u64(tiles.token(n) + first) * WIDTH + rank * ROW;
-        const int here = tiles.here(n) - first;
 #pragma unroll
-        for (int k = 0; k < GROUPS / 2; ++k) {
-            const int item = 32 * k + lane, token = item / (4 * GROUPS), piece = item % (4 * GROUPS);
-            const float f = __shfl_sync(~0u, factor, 8 * token);
-            const uint4 v = values[k], w = weights[k];
-            const auto scaled = [f](u32 a, u32 b) {
-                return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
-            };
-            const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
-            if (token < here) store_16(target + token * WIDTH + piece * 16, out);
+        for (int half = 0; half < 2; ++half) {
+            square[half] += __shfl_xor_sync(~0u, square[half], 1);
+            square[half] += __shfl_xor_sync(~0u, square[half], 2);
+            square[half] += __shfl_xor_sync(~0u, square[half], 4);
+            const float factor = rsqrtf(fmaf(square[half], 1.0f / (RANKS * CHANNELS), norm_eps));
+            u8* target = x + u64(tiles.token(n) + half * (TOKENS / 2)) * WIDTH + rank * ROW;
+            const int here = tiles.here(n) - half * (TOKENS / 2);
+#pragma unroll
+            for (int k = 0; k < GROUPS / 2; ++k) {
+                const int of = (32 * k + lane) / PIECES;
+                const float f = __shfl_sync(~0u, factor, 8 * of);
+                const uint4 v = values[half][k], w = weights[k];
+                const auto scaled = [f](u32 a, u32 b) {
+                    return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
+                };
+                const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
+                if (of < here) store_16(target + to[k], out);
+            }
         }
     }
 }
 
 // streams [t, 4, d], output [t, d], weight [d], new_streams, x: bfloat16. post, pre [t, 4], comb [t, 4, 4]: float32.
 // fn: bfloat16 [RANKS][GROUPS][2 halves][4 streams][3][32 lanes][8], see `mhc.lane_projection`.
-// mail: words of all blocks that share rows, and before them 256 bytes of their epochs; zeros before the first launch.
+// mail: HEADER words, then those of all blocks that share rows; zeros before the first launch.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mhc_step(const u8* streams, const u8* output, const u8* post, const u8* comb, const u8* pre, const u8* fn, const float* base,
              const float* scale, const u8* weight, u8* new_streams, u8* x, float* new_pre, float* new_post, float* new_comb,
@@ -449,46 +486,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int teams = gridDim.x / RANKS, team = blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
     const Tiles tiles{team, teams, (all - team + teams - 1) / teams, tokens};
     if (threadIdx.x == 0) {
-        for (int n = 0; n < RING; ++n) {
-            barrier_init(bars.full(n), 1);
-            barrier_init(bars.normalised(n), 2);
-        }
-        for (int n = 0; n < LAG; ++n) barrier_init(bars.done(n), GROUPS), barrier_init(bars.mixed(n), 1);
-        for (int n = 0; n < 2; ++n) barrier_init(bars.summed(n), 1);
-        for (int k = 0; k <= GROUPS; ++k) barrier_init(bars.constants(k), 1);
+#pragma unroll
+        for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
         fence_barriers();
         fence_async_shared();
+    }
+    __syncwarp();
+    __syncthreads();
+    if (threadIdx.x == THREADS - 32) {
         // Constants of the model: no kernel ahead writes them.
+#pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
             barrier_expect(bars.constants(group), FN_GROUP);
-            copy_bulk(shared + FN_AT + group * FN_GROUP, fn + (rank * GROUPS + group) * u64(FN_GROUP), FN_GROUP,
-                      bars.constants(group));
+            copy_bulk(shared + FN_AT + group * FN_GROUP, fn + (rank * GROUPS + group) * u64(FN_GROUP), FN_GROUP, bars.constants(group));
         }
         barrier_expect(bars.constants(GROUPS), ROW);
         copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
     }
-    if (warp == GROUPS && lane < MODEL) store_float(shared + MODEL_AT + lane * 4, lane < 24 ? base[lane] : scale[lane - 24]);
     __syncwarp();
-    __syncthreads();
     wait_for_kernels();
     u32* epoch = reinterpret_cast<u32*>(mail_at) + team;
-    Mail mail{mail_at + 32 + team * MAIL, 0};
-    if (warp >= GROUPS) {
+    Mail mail{mail_at + HEADER + team * MAIL, 0};
+    if (warp >= WARPS && warp < WARPS + 3) {
         mail.epoch = *const_cast<volatile u32*>(epoch);
-        named_sync(1, THREADS - 32 * GROUPS);  // a block that has sent has read it
+        named_sync(1, THREADS - 32 * WARPS);
     }
-    // Multiprocessors have four schedulers, warps go to them in turn: the busy ones of these to those with fewer that compute.
-    const int role = warp - GROUPS;
+    const int role = warp - WARPS;
     if (role < 0)
-        compute(shared, memory + FN_AT + warp * FN_GROUP, bars, tiles, warp, lane, rank, streams, output, new_streams);
-    else if (role == 0)
-        finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, new_pre, new_post, new_comb);
-    else if (role == 1 || role == 4)
-        normalise(shared, bars, mail, tiles, lane, rank, role == 1 ? 0 : TOKENS / 2, x, norm_eps);
-    else if (role == 2)
-        load_mixes(shared, bars, tiles, lane, post, comb, pre);
+        compute(shared, memory + FN_AT, bars, tiles, warp, lane, rank, streams, output, new_streams);
+    else if (role < TURNS)
+        normalise(shared, bars, mail, tiles, lane, rank, role, x, norm_eps);
+    else if (role == TURNS)
+        finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, base, scale, new_pre, new_post, new_comb);
     else
-        send_sums(shared, bars, mail, tiles.count, lane, rank);
+        serve(shared, bars, mail, tiles, lane, rank, post, comb, pre, epoch);
     // All blocks have sent, so all have read this.
-    if (role == 1 && lane == 0 && rank == 0) *epoch = mail.epoch + tiles.count;
+    if (role == 0 && lane == 0 && rank == 0) *epoch = mail.epoch + tiles.count;
 }
