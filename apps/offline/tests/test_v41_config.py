@@ -165,3 +165,20 @@ def test_memory_is_stated_before_loading() -> None:
     assert facts.vocab_size == 256
     assert facts.max_positions == 1024
     assert facts.workspace_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("vision_config", "x", "vision_config is 'x', must be an object"),
+        (
+            "vision_config",
+            {"num_hidden_layers": [1]},
+            r"vision_config.num_hidden_layers is \[1\], must be a whole number",
+        ),
+        ("quantization_config", 1.5, "quantization_config is 1.5, must be an object"),
+    ],
+)
+def test_values_of_another_type_are_named(field: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        V41Config.parse({**raw_config(), field: value})

@@ -150,8 +150,10 @@ class V41Config:
         scaling = text.get("rope_scaling")
         values["rope_scaling"] = _RELEASED_SCALING if scaling is None else RopeScaling.parse(scaling)
         values["dtype"] = str(text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or "bfloat16")
-        vision = raw.get("vision_config") or {}
-        values["vision_layers"] = int(vision.get("num_hidden_layers", 32)) if "vision_config" in raw else 0
+        vision = _object(raw.get("vision_config"), "vision_config").get("num_hidden_layers", 32)
+        if not isinstance(vision, int):
+            raise ConfigError(f"vision_config.num_hidden_layers is {vision!r:.80}, must be a whole number")
+        values["vision_layers"] = vision if "vision_config" in raw else 0
         values["quantised"] = raw.get("quantization_config") is not None or text.get("quantization_config") is not None
         _check_quantisation(raw.get("quantization_config") or text.get("quantization_config"))
         if values.get("engram_layer_ids") is not None and "engram_num_embeddings" not in values:
@@ -163,14 +165,21 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _check_quantisation(raw: Mapping[str, Any] | None) -> None:
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {value!r:.80}, must be an object")
+    return value or {}
+
+
+def _check_quantisation(raw: Any) -> None:
     if raw is None:
         return
+    raw = _object(raw, "quantization_config")
     expected = {"quant_method": ("fp8",), "scale_fmt": ("ue8m0", None), "expert_dtype": ("fp4", None)}
     for name, allowed in expected.items():
         if raw.get(name) not in allowed:
             raise ConfigError(f"quantization_config.{name} is {raw.get(name)!r}, must be {allowed[0]!r}")
-    block = list(raw.get("weight_block_size", [32, 32]))
+    block = raw.get("weight_block_size", [32, 32])
     if block != [32, 32]:
         raise ConfigError(f"quantization_config.weight_block_size is {block}, must be [32, 32]")
 
