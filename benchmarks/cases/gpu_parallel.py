@@ -9,6 +9,7 @@ known to the bit.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import statistics
@@ -28,6 +29,7 @@ from torch import distributed
 EXPERTS, TOP_K, WIDTH, MOST = 384, 6, 5120, 16384
 CHECKED = ((7, 0), (0, 0), (1, 1), (64, 64), (1, 300), (2500, 1), (4096, 4096), (16384, 16384), (0, 16384))
 SMALL, LARGE = (1, 8, 64, 256), (1024, 4096, 16384)
+WORDS = ("check", "time", "stages", "kernels", "nccl", "peers")
 GRAPH_CALLS = 10
 BUSY = 2_000_000  # cycles: about a millisecond
 
@@ -336,8 +338,24 @@ def kernels(device: torch.device) -> None:
             )
 
 
-def main() -> int:
-    words = sys.argv[1:] or ["check", "time", "stages"]
+def run(argv: list[str]) -> int:
+    """Do what is asked in one of the processes; 1 if rows or sums are not what they must be."""
+    parser = argparse.ArgumentParser(
+        prog="deepinfer bench gpu-parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        help=f"what to do (default check, time, stages) and for whom (default both), of {', '.join(WORDS)}",
+    )
+    words = parser.parse_args(argv).words
+    if unknown := set(words) - set(WORDS):
+        parser.error(f"unknown words: {', '.join(sorted(unknown))}")
+    if "RANK" not in os.environ:
+        start = "python -m torch.distributed.run --nproc-per-node GPUS benchmarks/cases/gpu_parallel.py"
+        print(f"cannot run: it needs a process for each GPU; start {start}", file=sys.stderr)
+        return 2
+    words = words if set(words) & set(WORDS[:4]) else [*words, *WORDS[:3]]
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -365,4 +383,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(sys.argv[1:]))

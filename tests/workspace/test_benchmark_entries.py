@@ -12,7 +12,6 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 HELPERS = {"cpu_work", "gpu_bench", "gpu_engine_ops", "gpu_ways"}
-BY_TORCHRUN = {"gpu_parallel"}  # one process a GPU, which its docstring tells how to start
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("file", sorted((FOLDER / "cases").glob("*.py")), ids=lambda path: path.stem)
 def test_every_file_is_a_case_with_the_one_signature_or_a_helper(file: Path) -> None:
-    if file.stem in HELPERS | BY_TORCHRUN:
+    if file.stem in HELPERS:
         return
     tree = ast.parse(file.read_text())
     entries = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run"]
@@ -44,8 +43,8 @@ def test_every_file_is_a_case_with_the_one_signature_or_a_helper(file: Path) -> 
 
 
 def test_the_list_has_every_case(runner: ModuleType) -> None:
-    files = {path.stem for path in (FOLDER / "cases").glob("*.py")} - HELPERS - BY_TORCHRUN
-    assert {name.replace("-", "_") for name in runner.cases()} - BY_TORCHRUN == files
+    files = {path.stem for path in (FOLDER / "cases").glob("*.py")} - HELPERS
+    assert {name.replace("-", "_") for name in runner.cases()} == files
     assert {"gpu-libraries", "gpu-rows"} <= set(runner.cases())
 
 
@@ -60,7 +59,9 @@ def test_gpu_cases_say_that_there_is_no_device(runner: ModuleType, capsys: pytes
 
 
 @pytest.mark.usefixtures("no_device")
-@pytest.mark.parametrize("name", ["gpu-all", "gpu-attention", "gpu-experts", "gpu-libraries", "gpu-ops", "gpu-rows"])
+@pytest.mark.parametrize(
+    "name", ["gpu-all", "gpu-attention", "gpu-experts", "gpu-libraries", "gpu-ops", "gpu-parallel", "gpu-rows"]
+)
 def test_gpu_cases_explain_their_words_without_a_device(
     runner: ModuleType, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
