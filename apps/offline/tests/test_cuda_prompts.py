@@ -160,11 +160,17 @@ class Repeats:
     """Stands for `Recorder`: what is recorded runs when it is replayed, and writes the memory that was returned."""
 
     replays = 0
+    most = 1000  # graphs that there is memory for
 
     def __init__(self, _device: str) -> None:
+        self.full = False
         self.before: Callable[[], list[torch.Tensor]] = list
 
-    def record(self, work: Callable[[], Any], *, warm_ups: int) -> tuple[Any, Any]:
+    def record(self, work: Callable[[], Any], *, warm_ups: int) -> tuple[Any, Any] | None:
+        self.full = self.full or self.most == 0
+        if self.full:
+            return None
+        self.most -= 1
         kept = [tensor.clone() for tensor in self.before()]
         found = work()
         for tensor, value in zip(self.before(), kept, strict=True):
@@ -179,7 +185,7 @@ class Repeats:
         return SimpleNamespace(replay=replay), found
 
 
-def answers(step_tokens: int) -> tuple[list[list[int]], Any]:
+def answers(step_tokens: int, requests: int = 8) -> tuple[list[list[int]], Any]:
     options = EngineOptions(
         engine="native", device="cpu", dtype="float32", max_running=4, max_tokens_per_step=step_tokens, kv_memory=1 << 20,
         max_model_len=96, async_scheduling=False, enable_prefix_caching=False,
@@ -187,7 +193,7 @@ def answers(step_tokens: int) -> tuple[list[list[int]], Any]:
     source: Any = RandomLlama()
     engine, rng = build_native(options, source, None), np.random.default_rng(3)
     params = [SamplingParams(temperature=heat, max_tokens=count, seed=5) for heat, count in ((0, 5), (0, 7), (1.5, 4))]
-    lengths = (33, 3, 50, 21, 40, 29, 1, 18)
+    lengths = (33, 3, 50, 21, 40, 29, 1, 18)[:requests]
     for number, length in enumerate(lengths):
         engine.add_request(Request(str(number), rng.integers(0, 96, length).tolist(), params[number % 3]))
     found: dict[str, list[int]] = {}
@@ -199,10 +205,8 @@ def answers(step_tokens: int) -> tuple[list[list[int]], Any]:
     return [found[str(number)] for number in range(len(lengths))], engine._parts.runner._graphs
 
 
-def test_a_job_over_captured_steps_says_what_the_portable_ops_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and sampled answers, prompts in one piece and in several; steps of prompts are run, captured and replayed."""
-    expected, none = answers(64)
-    assert none is None
+def use_kernels(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """From now on engines take the CUDA ops and capture steps, as long as there is memory."""
 
     def select(shape: AttentionShape, _widths: Any) -> LayerOps:
         products = FusedProducts(kernels.llama_norm, kernels.silu_mul)
@@ -217,8 +221,22 @@ def test_a_job_over_captured_steps_says_what_the_portable_ops_say(monkeypatch: p
     monkeypatch.setattr(LayerOps, "select", select)
     monkeypatch.setattr(graphs, "Recorder", Repeats)
     monkeypatch.setattr(runner, "make_graphs", make)
+    monkeypatch.setattr(Repeats, "most", most)
+
+
+def test_a_job_over_captured_steps_says_what_the_portable_ops_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled answers, prompts in one piece and in several; steps of prompts are run, captured and replayed."""
+    expected, none = answers(64)
+    assert none is None
+    use_kernels(monkeypatch, 1000)
     found, made = answers(64)
     assert found == expected
     assert made.prompts.sizes, "no step with prompts was captured"
     assert made.decodes.sizes
     assert Repeats.replays > len(made.decodes.sizes) + len(made.prompts.sizes)
+
+    use_kernels(monkeypatch, 1)
+    found, made = answers(64, 3)
+    assert found == expected[:3], "once memory is full"
+    assert len(made.prompts.sizes) + len(made.decodes.sizes) == 1
+    assert made.decodes._recorder.full

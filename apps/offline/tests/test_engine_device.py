@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepinfer_offline.engine.native.capture import Recorder
 from deepinfer_offline.engine.native.graphs import row_buckets
+from deepinfer_offline.engine.native.memory import available_bytes
 from deepinfer_offline.engine.native.prompt_graphs import PromptBuckets, token_buckets
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.native.worker import DeviceWorker
@@ -189,3 +191,66 @@ def test_a_branch_waits_for_what_was_before_and_is_waited_for(monkeypatch: pytes
         streams.work("next")
     assert streams.log[-4:] == ["side1 waits for main", "main waits for side1", "side1 waits for main", "next on side1"]
     assert not Aside(torch.device("cpu")).enabled
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`, where a capture that failed cannot be ended in peace."""
+
+    broken = False
+
+    def capture_begin(self, **_options: object) -> None:
+        type(self).broken = True
+
+    def capture_end(self) -> None:
+        if self.broken:
+            raise RuntimeError("the capture was invalidated")
+
+    def pool(self) -> tuple[int, int]:
+        return 0, 1
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr("torch.cuda.Stream", lambda _device: stream)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _device: stream)
+    monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    return Recorder("cuda:0")
+
+
+def test_a_step_that_finds_no_memory_to_be_captured_in_is_told_so_and_no_other_is_tried(recorder: Recorder) -> None:
+    calls: list[str] = []
+
+    def work(error: Exception | None) -> str:
+        calls.append(str(error))
+        if error is not None:
+            raise error
+        Graph.broken = False
+        return "hidden"
+
+    recorded = recorder.record(lambda: work(None), warm_ups=1)
+    assert recorded is not None
+    assert recorded[1] == "hidden"
+    with pytest.raises(RuntimeError, match="illegal"):  # and not what ending its capture says
+        recorder.record(lambda: work(RuntimeError("an illegal access")), warm_ups=0)
+    assert not recorder.full
+    assert recorder.record(lambda: work(torch.OutOfMemoryError("no room")), warm_ups=0) is None
+    assert recorder.full
+    assert recorder.record(lambda: work(None), warm_ups=1) is None
+    assert calls == ["None", "None", "an illegal access", "no room"]
+
+
+def test_what_the_driver_says_of_memory_is_understood(recorder: Recorder) -> None:
+    def work() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    assert recorder.record(work, warm_ups=0) is None
+    assert recorder.full
+
+
+def test_memory_that_torch_keeps_of_an_engine_before_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"gone": 70, "alive": 20}
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: held.pop("gone"))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _device: (100 - sum(held.values()), 100))
+    assert available_bytes("cuda:0") == 80

@@ -82,20 +82,26 @@ class DecodeGraphs:
         if limit is None:
             return None
         key = (self._buckets[bisect_left(self._buckets, rows)], limit)
-        captured = self._captured.get(key)
+        captured = self._captured.get(key) or self._capture(*key)
         if captured is None:
-            captured = self._captured[key] = self._capture(*key)
+            return None
+        self._captured[key] = captured
         captured.buffers.fill(inputs)
         captured.graph.replay()
         return Replayed(captured.logits[:rows], captured.likeliest[:rows])
 
     # --- capture ---------------------------------------------------------------------------------------------
 
-    def _capture(self, size: int, limit: int) -> _Captured:
-        """Capture a step of `size` rows of at most `limit` positions."""
+    def _capture(self, size: int, limit: int) -> _Captured | None:
+        """Capture a step of `size` rows of at most `limit` positions; None if there is no memory."""
+        if self._recorder.full:
+            return None
         start = time.perf_counter()
         buffers = StepBuffers.of(self._model.facts.cache_groups, size, limit, self._device)
-        graph, (logits, likeliest) = self._recorder.record(lambda: self._step(buffers), warm_ups=_WARM_UPS)
+        recorded = self._recorder.record(lambda: self._step(buffers), warm_ups=_WARM_UPS)
+        if recorded is None:
+            return None
+        graph, (logits, likeliest) = recorded
         _LOG.info("captured a decode step of %d rows in %.2f s", size, time.perf_counter() - start)
         return _Captured(graph, buffers, logits, likeliest)
 

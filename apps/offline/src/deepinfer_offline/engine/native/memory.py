@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +22,16 @@ _CGROUP_V1 = (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.us
 
 
 def available_bytes(device: str) -> int:
-    """Memory that this process may still take on a device, in bytes."""
+    """Memory that this process may still take on a device, in bytes.
+
+    What torch keeps of an engine that is gone is given back first, or the next one would not find it.
+    """
     kind = device.partition(":")[0]
     if kind == "cpu":
         return min(_host_bytes(), _cgroup_bytes())
     module = getattr(torch, kind)
+    gc.collect()
+    module.empty_cache()
     free, _ = module.mem_get_info(device)
     return int(free)
 

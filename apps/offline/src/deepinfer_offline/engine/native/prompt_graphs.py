@@ -135,5 +135,8 @@ class PromptGraphs:
 
     def _capture(self, found: _Prepared) -> None:
         start = time.perf_counter()
-        found.graph, found.hidden = self._recorder.record(lambda: self._forward(found.buffers), warm_ups=0)
+        recorded = self._recorder.record(lambda: self._forward(found.buffers), warm_ups=0)
+        if recorded is None:
+            return
+        found.graph, found.hidden = recorded
         _LOG.info("captured a step of %s in %.2f s", found.buffers.bucket, time.perf_counter() - start)
