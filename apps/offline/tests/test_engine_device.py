@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from deepinfer_offline.engine.native.capture import Recorder
-from deepinfer_offline.engine.native.graphs import row_buckets
+from deepinfer_offline.engine.native.graphs import make_graphs, row_buckets
 from deepinfer_offline.engine.native.memory import available_bytes
 from deepinfer_offline.engine.native.prompt_graphs import PromptBuckets, token_buckets
 from deepinfer_offline.engine.native.tokens import TokenBuffer
@@ -254,3 +254,14 @@ def test_memory_that_torch_keeps_of_an_engine_before_is_there_for_the_next(monke
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: held.pop("gone"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _device: (100 - sum(held.values()), 100))
     assert available_bytes("cuda:0") == 80
+
+
+def test_steps_are_not_captured_where_their_inputs_could_not_say_a_tokens_place(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SimpleNamespace(device="cuda:0", max_running=4)
+    model: Any = SimpleNamespace(options=options, capture_limit=lambda longest: longest)
+    monkeypatch.setattr("deepinfer_offline.engine.native.graphs.kernels", lambda: recorder)
+    for places, captured in ((2**31 - 1, True), (2**31, False)):
+        tokens: Any = SimpleNamespace(scratch=places)
+        assert (make_graphs(model, None, tokens) is not None) == captured

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
@@ -134,7 +135,12 @@ class StepGraphs:
 
 
 def make_graphs(model: Model, cache: Any, tokens: TokenBuffer) -> StepGraphs | None:
-    """Graphs for a model that can be captured on its device, else None."""
+    """Graphs for a model that can be captured on its device, else None.
+
+    Their inputs are int32, places in the token buffer too.
+    """
+    if tokens.scratch > np.iinfo(np.int32).max:
+        return None
     if torch.device(model.options.device).type != "cuda" or not isinstance(model, Capturable) or kernels() is None:
         return None
     return StepGraphs(model, cache, tokens)
