@@ -5,10 +5,11 @@ DeepInfer's rules for asynchronous and synchronous loops. Compare planned with p
 pair has the same information.
 
 Two loads are mixed: in "code and chat" all requests live by steps, in "a job" there are as many answers of code as of chat,
-each ended by its tokens. The bar, 5 % over the best fixed length, is put to both wherever it can be reached: `foreseen`, up to
-16 requests, is what the rule itself (the most expected tokens per second of each step) would make if it knew every confidence
-before it drafts, and where that is less than 5 % the row says so. `bound`, for requests that live by steps, is what nobody can
-exceed: the best choice for the rate over all steps with the same knowledge.
+each ended by its tokens. The bar, 5 % over the best fixed length, is put to the first from two requests on and to the second
+from four. Beside it, up to 16 requests: `foreseen` is what the rule itself (the most expected tokens per second of each step)
+would make if it knew every confidence before it drafts; `bound`, for requests that live by steps, is what nobody can exceed, the
+best choice for the rate over all steps with the same knowledge. Few requests need many seeds: with 12, four that live by steps
+leave `foreseen` uncertain by 0.8 %.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from deepinfer_specdec.simulation.throughput import (
 )
 
 WIDTH = 7
-MIXED = ("a job", "code and chat")
+MIXED = {"a job": 4, "code and chat": 2}  # and the fewest requests that the bar is put to
 GAIN = 1.05  # over the best fixed length
 MOST_FORESEEN, BOUND_ROUNDS = 16, 4  # rows; the rate converges quadratically
 NOISE = 0.995  # means over seeds differ by this much for one policy
@@ -97,9 +98,8 @@ def run(argv: list[str]) -> int:
     for name, rows in product(args.loads, args.rows):
         load = Workload(rows, **LOADS[name])  # type: ignore[arg-type]
         r = compare(load, max(args.steps, min(2000, 20_000 // rows)), args.seeds)
-        reachable = not r["foreseen"] or r["foreseen"] >= GAIN * r["fixed"]
-        barred = name in MIXED and reachable
-        kept &= not barred or r["planned"] >= GAIN * r["fixed"]
+        missed = name in MIXED and rows >= MIXED[name] and r["planned"] < GAIN * r["fixed"]
+        kept &= not missed
         kept &= r["planned"] >= NOISE * r["production"] and r["live"] >= NOISE * r["paper"]
         if args.json:
             print(json.dumps({"load": name, "rows": rows, **r}), flush=True)
@@ -107,7 +107,7 @@ def run(argv: list[str]) -> int:
         print(f"{name:16} {rows:4} {r['fixed']:7.0f} k={r['length']} {r['paper']:7.0f}", end=" ")
         print(f"{r['production']:10.0f} | {r['planned']:7.0f} {r['live']:7.0f} |", end=" ")
         ratios = (r["planned"] / r["fixed"], r["planned"] / r["production"], r["live"] / r["paper"])
-        note = "  5 % is out of reach" if name in MIXED and not reachable else ""
+        note = "  missed" if missed else ""
         limits = f" {r['foreseen'] / r['fixed']:15.4f}" if r["foreseen"] else ""
         limits += f" {r['bound'] / r['fixed']:12.4f}" if r["bound"] else ""
         print("{:13.4f} {:11.3f} {:12.3f}".format(*ratios) + limits + note, flush=True)

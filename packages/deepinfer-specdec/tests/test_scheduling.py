@@ -319,6 +319,25 @@ def test_sts_is_not_biased_by_trimming_and_learns_online() -> None:
     assert cumulative_errors(online.scaling, held, kept)[:3].max() <= 0.025
 
 
+def test_steps_of_many_rows_do_not_fit_over_and_over() -> None:
+    fits: list[int] = []
+
+    def fit(logits, _accepted, _verified) -> TemperatureScaling:
+        fits.append(len(logits))
+        return TemperatureScaling.identity(2)
+
+    many = OnlineCalibration(2, capacity=64, refit_every=20, fit=fit, calls_apart=10)
+    few = OnlineCalibration(2, capacity=64, refit_every=20, fit=fit, calls_apart=10)
+    block = np.zeros((16, 2), np.float32), np.ones(16, np.int32), np.full(16, 2, np.int32)
+    for _ in range(21):
+        many.observe(*block)
+    assert fits == [32, 64], "at the second call, when 20 blocks are there, and ten calls later"
+    fits.clear()
+    for _ in range(60):
+        few.observe(*(part[:1] for part in block))
+    assert fits == [20, 40, 60], "where blocks are few, they alone decide"
+
+
 def test_calibration_files(tmp_path: Path) -> None:
     TemperatureScaling(np.array([1.5, 0.5])).save(tmp_path / "sts.json")
     assert TemperatureScaling.load(tmp_path / "sts.json").temperatures.tolist() == [1.5, 0.5]

@@ -238,6 +238,8 @@ class OnlineCalibration:
         width: columns of a draft.
         capacity: blocks kept.
         refit_every: new blocks between two fits; the first fit waits for this many.
+        calls_apart: calls of `observe`, one a step, between two fits at least: a fit of 4,096 blocks takes 8 to 17 ms, which
+            steps of many rows, that fill `refit_every` in a few calls, would spend over and over.
         start: temperatures to begin with.
         fit: how; the others where the head may have been trained for another verification or temperature, see there.
     """
@@ -249,9 +251,12 @@ class OnlineCalibration:
         refit_every: int = 1024,
         start: TemperatureScaling | None = None,
         fit: Fit = fit_sts,
+        calls_apart: int = 128,
     ) -> None:
-        if capacity < 1 or refit_every < 1:
-            raise CalibrationError(f"capacity {capacity}, refit_every {refit_every}; allowed: >= 1")
+        if capacity < 1 or refit_every < 1 or calls_apart < 1:
+            raise CalibrationError(
+                f"capacity {capacity}, refit_every {refit_every}, calls_apart {calls_apart}; allowed: >= 1"
+            )
         self.scaling = start or TemperatureScaling.identity(width)
         self._logits = np.zeros((capacity, width), dtype=np.float32)
         self._accepted = np.zeros(capacity, dtype=np.int32)
@@ -259,6 +264,8 @@ class OnlineCalibration:
         self._seen = 0
         self._fitted = 0
         self._refit_every = refit_every
+        self._calls_apart = calls_apart
+        self._calls = calls_apart  # since the last fit; the first one waits for blocks alone
         self._fit = fit
 
     def observe(
@@ -273,7 +280,8 @@ class OnlineCalibration:
         self._accepted[at] = accepted[used]
         self._verified[at] = verified[used]
         self._seen += used.size
-        if self._seen - self._fitted >= self._refit_every:
+        self._calls += 1
+        if self._seen - self._fitted >= self._refit_every and self._calls >= self._calls_apart:
             self.refit()
 
     def refit(self) -> None:
@@ -281,4 +289,4 @@ class OnlineCalibration:
         n = min(self._seen, self._accepted.size)
         if n:
             self.scaling = self._fit(self._logits[:n], self._accepted[:n], self._verified[:n])
-        self._fitted = self._seen
+        self._fitted, self._calls = self._seen, 0

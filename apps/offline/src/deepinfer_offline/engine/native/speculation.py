@@ -2,7 +2,8 @@
 
 The runner draws every position of a verified row with the position's own random number and keeps drafts while they
 agree with what it drew. Tokens therefore equal plain decoding's, greedy or sampled, whatever is drafted and however
-much of it is verified; so budgets may look at the current drafts (`deepinfer_specdec.scheduling.budget.live_budget`).
+much of it is verified, but where a step of another size rounds logits otherwise, as batches of other sizes do without
+drafts; so budgets may look at the current drafts (`deepinfer_specdec.scheduling.budget.live_budget`).
 
 While it is off the loop runs one step ahead as ever. Now and then a few rows are drafted and nothing is verified: the
 tokens that come anyway say what the drafts were worth. This may take a small share of the time, by the clock. While it
