@@ -30,6 +30,17 @@ def blocks(count: int, seed: int, slope: float = 1.0) -> tuple[np.ndarray, np.nd
     return (truth - OFFSETS) / slope, accepted
 
 
+def test_without_a_head_a_column_is_as_sure_as_it_has_proved() -> None:
+    """Constant logits, chances 0.9, 0.6 and 0.3: the last is known from 2,160 of the blocks, to 0.02 at two standard errors."""
+    chances = np.array([0.9, 0.6, 0.3])
+    accepted = np.cumprod(np.random.default_rng(0).random((4_000, 3)) < chances, axis=1).sum(axis=1)
+    nothing = np.zeros((4_000, 3), np.float32)
+    known = np.minimum(accepted + 1, 3)  # up to the first that was refused
+    online = OnlineCalibration(3, refit_every=4_000, fit=fit_conditional)
+    online.observe(nothing, accepted, known)
+    np.testing.assert_allclose(online.scaling.confidences(nothing[:1])[0], chances, atol=0.02)
+
+
 def test_an_offset_is_found_where_a_temperature_cannot_help() -> None:
     """Fitted on 8,000 blocks, measured on 40,000 others (chance makes 0.7 %)."""
     fitted, others = blocks(8_000, 0), blocks(40_000, 1)

@@ -198,6 +198,29 @@ def test_checkpoints_round_trip_and_refuse_other_shapes(tmp_path: Path, kind: st
         load_draft(tmp_path / "two")
 
 
+def test_drafts_without_a_confidence_head_load_and_say_nothing(tmp_path: Path) -> None:
+    """Nor does one that reads h alone look at the previous token."""
+    pytest.importorskip("safetensors")
+    save_draft(DSparkModel(config(confidence_head=False)), tmp_path / "none")
+    none = load_draft(tmp_path / "none")
+    assert not [name for name in none.state_dict() if name.startswith("confidence_head")]
+    hidden, anchors = torch.randn(3, 4, HIDDEN), torch.tensor([1, 2, 3])
+    _, confidences = none.sequential(
+        torch.randn(3, 4, VOCAB), hidden, anchors, lambda logits, _column: logits.argmax(-1)
+    )
+    assert confidences.dtype == torch.float32
+    assert torch.equal(confidences, torch.zeros(3, 4))
+    save_draft(DSparkModel(config(confidence_with_markov=False)), tmp_path / "alone")
+    alone = load_draft(tmp_path / "alone")
+    assert torch.equal(
+        alone.confidence_logits(hidden[:, 0], anchors), alone.confidence_logits(hidden[:, 0], anchors + 1)
+    )
+    text = (tmp_path / "none" / "config.json").read_text()
+    (tmp_path / "none" / "config.json").write_text(text.replace('head": false', 'head": true'))
+    with pytest.raises(CheckpointError, match=r"missing .*confidence_head"):
+        load_draft(tmp_path / "none")
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_teacher_forcing_equals_stepping(kind: str) -> None:
     torch.manual_seed(1)

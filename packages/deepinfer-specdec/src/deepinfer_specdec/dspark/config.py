@@ -26,6 +26,8 @@ class DSparkConfig:
         mask_token_id: fills the block behind the anchor.
         markov_kind: `vanilla`, `gated` or `rnn`.
         markov_rank: width of the sequential head.
+        confidence_head: whether the draft says how sure it is; without, a column is as sure as it has proved in the last blocks.
+        confidence_with_markov: whether that head reads the previous token's row of the sequential head too.
         rms_eps, rope_theta: as in the target.
         qk_norm: RMS norm on queries and keys (Qwen3) or not (Llama).
         window: context positions that a draft attends to; 0 for all.
@@ -44,6 +46,8 @@ class DSparkConfig:
     mask_token_id: int = 0
     markov_kind: str = "vanilla"
     markov_rank: int = 256
+    confidence_head: bool = True
+    confidence_with_markov: bool = True
     rms_eps: float = 1e-6
     rope_theta: float = 1e6
     qk_norm: bool = True
@@ -83,6 +87,8 @@ class DSparkConfig:
                 mask_token_id=merged["mask_token_id"],
                 markov_kind=merged.get("markov_head_type", "vanilla"),
                 markov_rank=merged.get("markov_rank", 256),
+                confidence_head=bool(merged.get("enable_confidence_head", True)),
+                confidence_with_markov=bool(merged.get("confidence_head_with_markov", True)),
                 rms_eps=merged.get("rms_norm_eps", 1e-6),
                 rope_theta=_rope_theta(merged),
                 qk_norm=str(merged.get("model_type", "qwen3")).startswith("qwen3"),
@@ -109,6 +115,8 @@ class DSparkConfig:
             "mask_token_id": self.mask_token_id,
             "markov_head_type": self.markov_kind,
             "markov_rank": self.markov_rank,
+            "enable_confidence_head": self.confidence_head,
+            "confidence_head_with_markov": self.confidence_with_markov,
             "rms_norm_eps": self.rms_eps,
             "rope_theta": self.rope_theta,
             "sliding_window": self.window or None,

@@ -55,12 +55,16 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Logit of "draft k survives, given that those before did", from h_k and the previous token; never from token k."""
+    """Logit of "draft k survives, given that those before did", from h_k and, where the config says so, the previous token; never
+    from token k.
+    """
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.proj = nn.Linear(config.hidden_size + config.markov_rank, 1)
+        self.with_markov = config.confidence_with_markov
+        self.proj = nn.Linear(config.hidden_size + self.with_markov * config.markov_rank, 1)
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """float32 [...] from h [..., hidden] and W1[x_{k-1}] [..., rank]."""
-        return self.proj(torch.cat([hidden, embedded.to(hidden.dtype)], -1)).squeeze(-1).float()
+        read = torch.cat([hidden, embedded.to(hidden.dtype)], -1) if self.with_markov else hidden
+        return self.proj(read).squeeze(-1).float()

@@ -38,7 +38,7 @@ class DSparkModel(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
         self.markov_head = MarkovHead(config)
-        self.confidence_head = ConfidenceHead(config)
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
 
     def context(self, features: Tensor, positions: Tensor) -> Context:
         """Keys and values of every layer for target features [B, C, m * hidden] at positions [B, C]."""
@@ -102,5 +102,10 @@ class DSparkModel(nn.Module):
         return torch.stack(tokens, 1), torch.stack(confidence, 1)
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """float32 [...]: raw confidence for h [..., hidden] and previous tokens int64 [...]."""
+        """float32 [...]: raw confidence for h [..., hidden] and previous tokens int64 [...].
+
+        0 without a head: calibration, which fits an offset to each column, then makes of it the share that was kept lately.
+        """
+        if self.confidence_head is None:
+            return hidden.new_zeros(hidden.shape[:-1], dtype=torch.float32)
         return self.confidence_head(hidden, self.markov_head.w1(previous))
