@@ -47,7 +47,7 @@ class Few:
         splits: Blocks of a cluster.
         heads: 16 or 32.
         parts: Warps that share a tile of 16 keys: 1, 2 or 4.
-        most: Units that run at once on 132 multiprocessors.
+        most: Units that run at once on 132 multiprocessors, a block each.
     """
 
     splits: int

@@ -140,7 +140,7 @@ def _blocks_at_once(device: torch.device) -> int:
     return _product_kernel(True).resident(device)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # never dropped: a graph keeps the address
 def _mail(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
     """Where blocks leave each other parts of logits, empty before and after a call.
 
