@@ -151,7 +151,7 @@ def _mail(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG001  (
 
 
 def _route_sm90(x, weight, bias, ids, gates, normalise: bool, scale: float) -> None:
-    """Product and selection in one launch, whose blocks wait for each other: all are on the card at once, two on a multiprocessor.
+    """Product and selection in one launch. Its blocks wait for each other: all are on the card at once, two on a multiprocessor.
 
     Three such launches at the same time, on three streams, could each be there in part and wait for ever.
     """
