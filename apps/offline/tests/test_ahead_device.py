@@ -18,51 +18,46 @@ from deepinfer_offline.engine.base import Request
 from deepinfer_offline.engine.native import ahead_step
 from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
 from deepinfer_offline.engine.native.engine import NativeEngine
-from deepinfer_specdec.scheduling.budget import expected_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_drafts import WIDTH, BoundsToy, DraftingToy, check_all, count_steps, make_drafting_engine, random_job, sizes
 from toy_engine import ask, run
 
 
 class Watch:
-    """Computes every budget's forecast twice: as it is, and with garbage for what the step before drafted, where that is known.
+    """Computes every budget twice: as it is, and with garbage for what the step before drafted, where that is known.
 
     Args:
         drafts: what plans the steps.
     """
 
     def __init__(self, drafts: AheadDrafts) -> None:
-        self.forecasts = self.fresh = 0
-        self._landed, self._forecast = drafts.landed, drafts.forecast
-        self._relay: Any = drafts._relay
-        self._record, self._reset = self._relay.record, self._relay.reset
-        self._step, self._twin = 0, copy.deepcopy(self._relay)
+        self.budgets = self.fresh = 0
+        self._landed, self._planner = drafts.landed, drafts._planner
+        self._step, self._twin = 0, copy.deepcopy(drafts._planner)
         self._rng = np.random.default_rng(0)
-        drafts.landed, drafts.forecast = self.landed, self.forecast  # type: ignore[method-assign]
-        self._relay.record, self._relay.reset = self.record, self.reset
+        drafts.landed, drafts._planner = self.landed, self  # type: ignore[method-assign,assignment]
 
     def landed(self, result: Any, *rest: Any) -> None:
         self._step = result.plan.step
         self._landed(result, *rest)
 
-    def record(self, stamp: int, slots: np.ndarray, survivals: np.ndarray) -> None:
-        self._twin = object.__new__(type(self._relay))
-        numbers = {name: value for name, value in vars(self._relay).items() if name not in ("record", "reset")}
-        vars(self._twin).update(copy.deepcopy(numbers))
-        self._twin.record(stamp, slots, self._rng.random(survivals.shape).astype(np.float32))
-        self._record(stamp, slots, survivals)
+    def record(self, step: int, slots: np.ndarray, survivals: np.ndarray) -> None:
+        self._twin = copy.deepcopy(self._planner)
+        self._twin.record(step, slots, self._rng.random(survivals.shape).astype(np.float32))
+        self._planner.record(step, slots, survivals)
 
-    def reset(self, slot: int) -> None:
-        self._twin.reset(slot)
-        self._reset(slot)
+    def begin(self, slot: int) -> None:
+        self._twin.begin(slot)
+        self._planner.begin(slot)
 
-    def forecast(self, step: int, slots: np.ndarray) -> np.ndarray:
-        found = self._forecast(step, slots)
-        self.forecasts += 1
+    def budget(self, step: int, slots: np.ndarray, *rest: Any, **named: Any) -> int:
+        found = self._planner.budget(step, slots, *rest, **named)
+        self.budgets += 1
         if self._step > step - 2:
             self.fresh += 1
-            other = self._twin.forecast(step, slots)
-            assert np.array_equal(found, expected_tokens(other.survivals, other.weights)), "a budget saw a fresh block"
+            assert found == self._twin.budget(step, slots, *rest, **named), "a budget saw a fresh block"
+            expected = self._planner.expected(step, slots), self._twin.expected(step, slots)
+            assert np.array_equal(*expected), "a budget saw a fresh block"
         return found
 
 
@@ -92,7 +87,7 @@ def test_budgets_come_from_blocks_two_steps_old() -> None:
     engine, watch = budgeted_engine()
     steps = count_steps(engine)
     check_all(engine, job_of_eight(), lambda step: wait_sometimes(engine, step))
-    assert watch.forecasts > 30
+    assert watch.budgets > 30
     assert watch.fresh > 5, "the loop never waited: the test shows nothing"
     assert 0 < steps["drafts"] < WIDTH * 2 * steps["ahead"]
 

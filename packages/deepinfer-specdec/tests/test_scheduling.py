@@ -13,24 +13,20 @@ from deepinfer_specdec import (
     CostOptions,
     Draft,
     OnlineCalibration,
-    PlannerOptions,
     TemperatureScaling,
-    VerificationPlanner,
     admit,
     fit_sts,
 )
-from deepinfer_specdec.errors import CalibrationError, CostCurveError, SpecDecodeError
+from deepinfer_specdec.errors import CalibrationError, CostCurveError
 from deepinfer_specdec.scheduling.budget import StepLoad, early_stop_budget, live_budget
 from deepinfer_specdec.scheduling.calibration import cumulative_errors, sigmoid
 from deepinfer_specdec.scheduling.choice import choose, round_sizes
-from deepinfer_specdec.scheduling.relay import SurvivalRelay
 from deepinfer_specdec.simulation.throughput import (
     Workload,
     clairvoyant,
     fixed_length,
     foreseeing,
     live_lookahead,
-    paper_early_stop,
     paper_production,
     planned,
     tokens_per_second,
@@ -111,10 +107,10 @@ def test_one_sort_chooses_as_two_rules_do(seed: int) -> None:
     seconds = rng.uniform(0.5, 1.5, rows * width + 1) * (1.0 + 0.2 * np.arange(rows * width + 1))
     listed = sorted((-values[r, k], k, r) for r in range(rows) for k in range(counts[r]))
     rates = [(rows - sum(value for value, _, _ in listed[:b])) / seconds[b] for b in range(len(listed) + 1)]
-    edge = float(rng.choice([1.0, 1.3]))
+    edge = float(rng.choice([0.0, 0.3]))
     choice = choose(values, counts, seconds, edge)
     assert choice.lengths.sum() == choice.budget
-    if max(rates) > rates[0] * edge:
+    if max(rates) > rates[0] * (1.0 + edge):
         assert rates[choice.budget] == pytest.approx(max(rates))
         assert choice.gain == pytest.approx(max(rates) / rates[0])
         expected = np.zeros(rows, int)
@@ -152,80 +148,6 @@ def test_limits_and_prefill_tokens_count() -> None:
     assert live_budget(survivals, StepLoad(2, limit=4), cheap) == 4
     cliff = CostCurve([1, 16, 17, 32], [1.0, 1.0, 9.0, 9.0])
     assert live_budget(survivals, StepLoad(2, other_tokens=10), cliff) == 4
-
-
-# --- relay and planner ---------------------------------------------------------------------------------------
-
-
-def test_relay_hides_blocks_that_are_too_fresh() -> None:
-    relay, slots = SurvivalRelay(slots=1, width=2, depth=1), np.array([0])
-    for step, value in enumerate([0.1, 0.2, 0.3, 0.4]):
-        relay.record(step, slots, np.full((1, 2), value))
-    seen = relay.forecast(4, slots)
-    weighted = (seen.survivals * seen.weights).sum() / seen.weights.sum()
-    assert np.isclose(seen.survivals, 0.3).any()
-    assert not np.isclose(seen.survivals, 0.4).any()
-    assert 0.2 < weighted < 1.0
-    relay.reset(0)
-    assert not np.isclose(relay.forecast(4, slots).survivals, 0.3).any()
-    with pytest.raises(SpecDecodeError, match="allowed: >= 2"):
-        SurvivalRelay(1, 2, lag=1)
-
-
-def block(confidences: np.ndarray) -> Draft:
-    rows, width = confidences.shape
-    return Draft(np.zeros((rows, width), np.int32), np.full(rows, width, np.int32), confidences.astype(np.float32))
-
-
-def run_planner(planner: VerificationPlanner, confidences: np.ndarray, steps: int):
-    slots = np.arange(len(confidences))
-    for step in range(steps):
-        plan = planner.plan(step, slots)
-        drafted = np.flatnonzero(plan.drafting)
-        if drafted.size:
-            planner.admit(step, drafted, block(confidences[drafted]), plan.budget)
-    return plan
-
-
-def test_planner_switches_off_where_verification_cannot_pay() -> None:
-    dear = CostCurve([1, 64], [0.1, 6.4])
-    plan = run_planner(VerificationPlanner(8, 4, dear, CostCurve([1, 8], [0.1, 0.1])), np.full((8, 4), 0.5), 40)
-    assert plan.budget == 0
-    assert not plan.drafting.any()
-    assert plan.rate == plan.plain_rate
-    cheap = CostCurve([1, 64], [1.0, 1.1])
-    plan = run_planner(VerificationPlanner(8, 4, cheap, CostCurve([1, 8], [0.01, 0.02])), np.full((8, 4), 0.9), 40)
-    assert plan.budget > 20
-
-
-def test_planner_leaves_hopeless_rows_out_of_drafting() -> None:
-    confidences = np.full((64, 5), 0.05)
-    confidences[:16] = 0.95
-    draft = CostCurve([1, 16, 32, 64], [1.0, 1.5, 3.0, 8.0])
-    planner = VerificationPlanner(64, 5, CostCurve([1, 400], [10.0, 20.0]), draft, PlannerOptions(half_life=1e9))
-    plan = run_planner(planner, confidences, 80)
-    assert plan.drafting[:16].all()
-    assert plan.drafting.sum() < 40
-
-
-@pytest.mark.parametrize(
-    ("rows", "load"), [(16, {}), (64, {"kinds": (2.0, -2.0), "within": 0.5}), (256, {"within": 1.0})]
-)
-def test_simulated_policies_against_the_papers(rows: int, load: dict) -> None:
-    """Tolerance 0.5 %: forecasts from finitely many noisy blocks. `benchmarks/cases/specdec_simulation.py` has the
-    whole table.
-    """
-    verify, draft, work = v4_flash_verify(), v4_flash_draft(), Workload(rows, **load)
-
-    def speed(policy) -> float:
-        return tokens_per_second(policy, work, verify, steps=120)
-
-    ours = speed(planned(verify, draft, rows, 7))
-    assert ours >= 0.995 * speed(paper_production(verify, draft))
-    assert ours >= speed(paper_early_stop(verify, draft))
-    assert speed(live_lookahead(verify, draft)) >= speed(paper_early_stop(verify, draft))
-    if "kinds" in load:
-        assert ours >= 1.05 * max(speed(fixed_length(k, draft)) for k in range(8))
 
 
 # --- calibration ---------------------------------------------------------------------------------------------

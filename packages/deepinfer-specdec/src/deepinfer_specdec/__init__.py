@@ -20,7 +20,7 @@ from deepinfer_specdec.scheduling.calibration import (
     fit_sts,
 )
 from deepinfer_specdec.scheduling.cost import CostCurve, CostOptions
-from deepinfer_specdec.scheduling.planner import PlannerOptions, VerificationPlanner
+from deepinfer_specdec.scheduling.planner import VerificationPlanner
 from deepinfer_specdec.statistics import SpeculationStatistics
 from deepinfer_specdec.verification.distribution import GREEDY, SamplingFilter, distribution
 from deepinfer_specdec.verification.reference import verify
@@ -34,7 +34,6 @@ __all__ = [
     "FeatureDrafter",
     "NgramDrafter",
     "OnlineCalibration",
-    "PlannerOptions",
     "SamplingFilter",
     "SpeculationStatistics",
     "SuffixDrafter",

@@ -55,7 +55,7 @@ def expected_tokens(
     """
     flat = survivals.ravel()
     if weights is None:
-        ranked = -np.sort(-flat[flat > 0.0])
+        ranked = np.sort(flat[flat > 0.0])[::-1]
         return np.concatenate([[0.0], np.cumsum(ranked, dtype=np.float64)])
     spread = weights.ravel()
     keep = (flat > 0.0) & (spread > 0.0)
@@ -67,15 +67,24 @@ def expected_tokens(
     return np.interp(np.arange(round(mass[-1]) + 1), mass, tokens)
 
 
-def expected_budget(tokens: NDArray[np.float64], load: StepLoad, curve: CostCurve, edge: float = 0.0) -> int:
-    """Drafts to verify by global argmax over `tokens` (`expected_tokens` of earlier blocks).
+def best_budget(tokens: NDArray[np.float64], rows: int, seconds: NDArray[np.float64], edge: float = 0.0) -> int:
+    """Drafts to verify for the most expected tokens per second; 0 where that is not more than without drafts.
 
-    A budget above 0 must beat 0 by the share `edge`: forecasts err, and plain decoding is the safe choice.
+    Args:
+        tokens: float64 [n + 1], see `expected_tokens`; of earlier blocks under an asynchronous loop (module's warning).
+        rows: sequences that emit a token whatever is verified.
+        seconds: float64 [m + 1], of the step with 0..m drafts; budgets go to the smaller of n and m.
+        edge: share by which a budget above 0 must beat 0: forecasts err, and plain decoding is the safe choice.
     """
-    most = min(tokens.size - 1, load.limit)
-    rate = (load.rows + tokens[: most + 1]) / load.seconds(curve, most)
+    size = min(tokens.size, seconds.size)
+    rate = (rows + tokens[:size]) / seconds[:size]
     best = int(rate.argmax())
     return best if rate[best] > rate[0] * (1.0 + edge) else 0
+
+
+def expected_budget(tokens: NDArray[np.float64], load: StepLoad, curve: CostCurve, edge: float = 0.0) -> int:
+    """`best_budget` of a step that carries `load` and is priced by `curve`."""
+    return best_budget(tokens, load.rows, load.seconds(curve, min(tokens.size - 1, load.limit)), edge)
 
 
 def live_budget(survivals: NDArray[np.floating], load: StepLoad, curve: CostCurve, edge: float = 0.0) -> int:

@@ -43,7 +43,7 @@ def choose(
     values: NDArray[np.floating],
     counts: NDArray[np.integer],
     seconds: NDArray[np.float64],
-    edge: float = 1.0,
+    edge: float = 0.0,
     sizes: Callable[[NDArray[np.integer]], NDArray[np.bool_]] | None = None,
 ) -> Choice:
     """As `live_budget` and `admit` do (read the warning there): the budget of the best rate over all, (rows + values of the
@@ -53,7 +53,7 @@ def choose(
         values: [R, K], non-increasing along rows, 0 past the counts: survivals, or survivals times a worth of each row.
         counts: [R], drafts that exist.
         seconds: float64 [n + 1], of the step with 0..n drafts, n at least the sum of `counts`.
-        edge: a budget above 0 must promise this much of the rate without one.
+        edge: share by which a budget above 0 must beat none.
         sizes: which sizes of the step, rows and drafts together, may be chosen; None for all.
     """
     rows, available = values.shape[0], int(counts.sum())
@@ -65,7 +65,7 @@ def choose(
         rates = np.where(sizes(np.arange(rows + 1, rows + available + 1)), rates, 0.0)
     best = int(rates.argmax())
     gain = float(rates[best]) * float(seconds[0]) / rows
-    if gain < edge or gain <= 1.0:
+    if gain <= 1.0 + edge:
         return Choice(np.zeros(rows, np.int32), 0, 1.0)
     budget = best + 1
     lengths = np.minimum((values >= ranked[best]).sum(axis=1), counts).astype(np.int32)

@@ -18,7 +18,7 @@ from deepinfer_specdec.scheduling.budget import (
     lookahead_budget,
 )
 from deepinfer_specdec.scheduling.cost import CostCurve
-from deepinfer_specdec.scheduling.planner import PlannerOptions, VerificationPlanner
+from deepinfer_specdec.scheduling.planner import VerificationPlanner
 
 # DeepSeek-V4-Flash-0731, TP4 on B300, 8192 tokens of context; digitised from figure 2 of the vLLM blog of 2026-08-14.
 VERIFY_TOKENS = (1, 8, 16, 32, 64, 96, 128, 152, 176, 256, 304, 352, 512, 672, 687, 1024)
@@ -137,38 +137,34 @@ def paper_early_stop(verify: CostCurve, draft: CostCurve) -> Simulated:
 
 
 def paper_production(verify: CostCurve, draft: CostCurve) -> Simulated:
-    """The paper's production rule: global argmax on the block two steps back (new requests count as certain), live top-K."""
-    past: list[NDArray[np.float32]] = []
+    """The paper's production rule: global argmax on the block before the one that is verified (confidences "two steps prior" to
+    the verifying step; new requests count as certain), live top-K.
+    """
+    before: list[NDArray[np.float32]] = []
 
     def decide(_step: int, block: Draft, replaced: NDArray[np.bool_]) -> Decision:
         seconds = float(draft.seconds(block.rows))
-        for survivals in past:
-            survivals[replaced] = 1.0
-        stale = past[0] if len(past) == 2 else np.ones_like(block.confidences)
+        stale = before[0] if before else np.ones_like(block.confidences)
+        stale[replaced] = 1.0
         budget = expected_budget(expected_tokens(stale), StepLoad(block.rows, draft_seconds=seconds), verify)
-        past.append(block.survivals())
-        del past[:-2]
-        return Decision(seconds, admit(block.survivals(), block.counts, budget))
+        before[:] = [block.survivals()]
+        return Decision(seconds, admit(before[0], block.counts, budget))
 
     return decide
 
 
-def planned(
-    verify: CostCurve, draft: CostCurve, rows: int, width: int, options: PlannerOptions | None = None
-) -> Simulated:
-    """DeepInfer's asynchronous planner."""
-    planner = VerificationPlanner(rows, width, verify, draft, options)
+def planned(verify: CostCurve, draft: CostCurve, rows: int, width: int) -> Simulated:
+    """DeepInfer's rule for asynchronous loops, by the planner of its engines. The block of `step` is verified in step + 1."""
+    planner, slots = VerificationPlanner(rows, width), np.arange(rows)
 
     def decide(step: int, block: Draft, replaced: NDArray[np.bool_]) -> Decision:
         for slot in np.flatnonzero(replaced).tolist():
-            planner.reset(slot)
-        plan = planner.plan(step, np.arange(rows))
-        drafted = np.flatnonzero(plan.drafting)
-        lengths = np.zeros(rows, dtype=np.int32)
-        if drafted.size:
-            part = Draft(block.token_ids[drafted], block.counts[drafted], block.confidences[drafted])
-            lengths[drafted] = planner.admit(step, drafted, part, plan.budget)
-        return Decision(float(draft.seconds(drafted.size)), lengths)
+            planner.begin(slot, step)
+        drafting = float(draft.seconds(rows))
+        budget = planner.budget(step + 1, slots, verify.span(rows, rows * width + 1) + drafting)
+        survivals = block.survivals()
+        planner.record(step, slots, survivals)
+        return Decision(drafting, admit(survivals, block.counts, budget))
 
     return decide
 

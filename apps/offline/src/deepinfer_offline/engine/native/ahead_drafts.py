@@ -7,14 +7,13 @@ yet, has a say. Which ones is settled on the device, by the block's own confiden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 from deepinfer_sched import DraftsAhead
-from deepinfer_specdec.scheduling.budget import expected_tokens
 from deepinfer_specdec.scheduling.costs import StepCosts
-from deepinfer_specdec.scheduling.relay import SurvivalRelay
+from deepinfer_specdec.scheduling.planner import VerificationPlanner
 
 if TYPE_CHECKING:
     from deepinfer_sched import Scheduler
@@ -29,10 +28,6 @@ LAG = 2  # steps between the block that a budget looks at last, and the step it 
 
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
 
-ChooseBudget = Callable[[int, np.ndarray, np.ndarray], int]
-"""Rows; float64 [n + 1], the drafts expected to hold of the best 0..n; float64 [m + 1], seconds of a step that verifies 0..m,
-m >= n -> drafts to verify."""
-
 
 class AheadDrafts:
     """Plans steps ahead for a drafter whose blocks are made by the steps themselves. Called by the loop's thread only.
@@ -40,17 +35,18 @@ class AheadDrafts:
     Args:
         drafter: learns its calibration from the blocks.
         scheduler: of the engine.
+        edge: share that a step with drafts must promise over one without.
 
     Attributes:
         costs: of steps that draft, whatever they verify, and of plain ones, in the loop that runs ahead.
     """
 
-    def __init__(self, drafter: DSparkDrafter, scheduler: Scheduler) -> None:
+    def __init__(self, drafter: DSparkDrafter, scheduler: Scheduler, edge: float) -> None:
         self._drafter, self._scheduler = drafter, scheduler
         self.costs = StepCosts()
         slots = scheduler.config.max_running
-        self._relay = SurvivalRelay(slots, drafter.max_draft, lag=LAG)
-        self._of = np.full(slots, -1, np.int64)  # the sequence that the relay's blocks of a slot belong to
+        self._planner = VerificationPlanner(slots, drafter.max_draft, edge, LAG)
+        self._of = np.full(slots, -1, np.int64)  # the sequence that the planner's blocks of a slot belong to
         self._applied = 0  # the last step whose results are known
         self._plain = 0  # the last step that was planned without any drafts
 
@@ -62,11 +58,10 @@ class AheadDrafts:
         state = self._scheduler.state
         return not state.constrained[state.seq_ids >= 0].any()
 
-    def offer(self, choose: ChooseBudget, *, plain: bool, fixed: int | None = None) -> DraftsAhead:
+    def offer(self, *, plain: bool, fixed: int | None = None) -> DraftsAhead:
         """How to plan the next step.
 
         Args:
-            choose: the budget, where rows have drafts.
             plain: neither draft nor verify in this step, to see what that takes; one such step is in flight at a time.
             fixed: verify this many in every row instead.
         """
@@ -78,15 +73,10 @@ class AheadDrafts:
                 return int(np.minimum(most, fixed).sum())
             if not most.any() or not self.costs.known:
                 return 0
-            return min(choose(len(slots), self.forecast(step, slots), self.seconds(len(slots))), int(most.sum()))
+            self._meet(slots)
+            return self._planner.budget(step, slots, self.seconds(len(slots)), counts=most)
 
         return DraftsAhead(self._drafter.max_draft, budget)
-
-    def forecast(self, step: int, slots: np.ndarray) -> np.ndarray:
-        """float64 [n + 1]: drafts expected to hold of the best 0..n of these slots, by blocks of `step` - 2 and before."""
-        self._meet(slots)
-        found = self._relay.forecast(step, slots)
-        return expected_tokens(found.survivals, found.weights)
 
     def seconds(self, rows: int) -> np.ndarray:
         """float64 [n + 1], what steps of these rows take that verify 0 to all of the drafts they may have."""
@@ -125,7 +115,7 @@ class AheadDrafts:
         self._drafter.guess(ids[live].tolist(), drafted.token_ids[live], drafted.confidence[live])
         slots = plan.slots[drafted.plan_rows][live]
         self._meet(slots)
-        self._relay.record(plan.step, slots, self._drafter.calibration.scaling.survival(drafted.confidence[live]))
+        self._planner.record(plan.step, slots, self._drafter.calibration.scaling.survival(drafted.confidence[live]))
 
     def _none(self, step: int, _slots: np.ndarray, _most: np.ndarray) -> int:
         self._plain = step
@@ -135,5 +125,5 @@ class AheadDrafts:
         """What the former sequence of a slot drafted no longer counts."""
         now = self._scheduler.state.seq_ids[slots]
         for slot in slots[self._of[slots] != now].tolist():
-            self._relay.reset(slot)
+            self._planner.begin(slot)
         self._of[slots] = now

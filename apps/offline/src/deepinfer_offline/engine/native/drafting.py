@@ -13,7 +13,7 @@ from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
 from deepinfer_offline.engine.native.ahead_step import AheadSteps, can_run_ahead
 from deepinfer_offline.engine.native.dspark import can_draft, make_dspark
 from deepinfer_offline.engine.native.flags import NO_DRAFT
-from deepinfer_offline.engine.native.speculation import Speculation
+from deepinfer_offline.engine.native.speculation import EDGE, Speculation
 
 if TYPE_CHECKING:
     from deepinfer_cache import CacheManager
@@ -45,7 +45,7 @@ def make_speculation(
     ahead = None
     if options.async_scheduling and can_run_ahead(runner.model):
         runner.ahead = AheadSteps(runner, sampler.table, lambda: drafter.calibration.scaling)
-        ahead = AheadDrafts(drafter, scheduler)
+        ahead = AheadDrafts(drafter, scheduler, EDGE)
     return Speculation(drafter, scheduler, runner, reason, trial=True, ahead=ahead)
 
 

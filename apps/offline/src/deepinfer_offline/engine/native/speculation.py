@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from deepinfer_specdec import Draft, Drafter
-from deepinfer_specdec.scheduling.budget import expected_tokens
+from deepinfer_specdec.scheduling.budget import best_budget, expected_tokens
 from deepinfer_specdec.scheduling.choice import choose, round_sizes
 from deepinfer_specdec.scheduling.costs import StepCosts
 from deepinfer_specdec.scheduling.credit import WorkCredit
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.results import StepResult
     from deepinfer_offline.engine.native.runner import ModelRunner
 
-_EDGE = 1.02  # expected gain from which a step verifies anything: forecasts err
+EDGE = 0.02  # share that a step with drafts must promise over one without: forecasts err
 _SHARE = 0.005  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
 _START, _SAVED = 0.003, 0.004  # seconds of such work to begin with, and at most saved up
 _URGENT = 2  # forecasts on credit when a good part of the rows begin their answers; and after one that promised a gain
@@ -131,7 +131,7 @@ class Speculation:
             return None
         rows, costs = self._scheduler.num_running, self._ahead.costs
         plain = not self._forced and self._measurable and costs.needs_plain(rows, self._switches.current.gain)
-        return self._ahead.offer(self._best, plain=plain, fixed=self._fixed)
+        return self._ahead.offer(plain=plain, fixed=self._fixed)
 
     def propose(self, answers: Mapping[int, Answer]) -> None:
         """Before a plan of the synchronous loop: draft for every row that is ready, and tell scheduler and runner."""
@@ -275,7 +275,7 @@ class Speculation:
         value = self._hopes.believed(draft.survivals())[:, 1:]
         worth = self._worth(rows, 1.0 + value.sum(axis=1))
         tokens = scaled_tokens(expected_tokens(value * worth[:, None]), len(rows), decodes)
-        best = self._best(decodes, tokens, seconds)
+        best = best_budget(tokens, decodes, seconds, EDGE)
         return (1.0 + float(tokens[best]) / decodes) * plain, float(seconds[best])
 
     def _sample(self, rows: list[Answer]) -> list[Answer]:
@@ -299,7 +299,7 @@ class Speculation:
         if not self._costs.known:
             return none
         values = self._hopes.believed(draft.survivals()) * worth[:, None]
-        choice = choose(values, draft.counts, seconds, _EDGE, round_sizes)
+        choice = choose(values, draft.counts, seconds, EDGE, round_sizes)
         if not choice.budget:
             return none
         gain = choice.gain * self._costs.ahead(draft.rows) / float(seconds[0])
@@ -309,12 +309,6 @@ class Speculation:
         self._expected = float(seconds[choice.budget])
         self._hope = draft.rows * (choice.gain * self._expected / float(seconds[0]) - 1.0)
         return choice.lengths
-
-    def _best(self, rows: int, tokens: np.ndarray, seconds: np.ndarray) -> int:
-        """Drafts to verify by the best rate over all budgets; 0 unless it is clearly better than none."""
-        rate = (rows + tokens) / seconds[: tokens.size]
-        budget = int(rate.argmax())
-        return budget if rate[budget] >= _EDGE * rate[0] else 0
 
     def _seconds(self, rows: int) -> np.ndarray:
         """float64 [n + 1], what synchronous steps with 0 to all the drafts that `rows` sequences may have take."""

@@ -19,11 +19,11 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 
 from deepinfer_specdec.adapters.vllm.calibrator import CLIP, Calibrator
 from deepinfer_specdec.adapters.vllm.options import VerificationOptions
-from deepinfer_specdec.adapters.vllm.planning import BudgetPlanner
 from deepinfer_specdec.adapters.vllm.pricing import Points, StepPrices
 from deepinfer_specdec.adapters.vllm.report import Report
 from deepinfer_specdec.adapters.vllm.telemetry import Outcomes, StepClock
 from deepinfer_specdec.scheduling.budget import StepLoad
+from deepinfer_specdec.scheduling.planner import VerificationPlanner
 
 logger = init_logger("vllm.deepinfer_specdec")
 
@@ -43,7 +43,7 @@ class PlannedVerification(AdaptiveVerificationManager):
         self._options = VerificationOptions.read(get_current_vllm_config().additional_config)
         self._leads = get_tp_group().rank_in_group == 0
         self._prices: StepPrices | None = None
-        self._planner = BudgetPlanner(slots, width, self._options.edge)
+        self._planner = VerificationPlanner(slots, width, self._options.edge)
         self._calibrator = Calibrator(width, self._options)
         self._temperatures: Tensor | None = None
         self._set_temperatures(self._calibrator.temperatures)
@@ -78,7 +78,8 @@ class PlannedVerification(AdaptiveVerificationManager):
         others = np.array(list(others_of.values()), dtype=np.int32)
         load = self._step_load(slots, counts, others)
         has = counts > 0
-        budget = self._planner.budget(self._step, slots[has], counts[has], load, self._prices) if load.limit else 0
+        seconds = load.seconds(self._prices.verify, load.limit)
+        budget = self._planner.budget(self._step, slots[has], seconds, load.rows, counts[has])
         self._batch_budget = (drafts_of, others_of, budget)
         self._load = (slots.size, total - stock + budget) if (others == 1).all() else None
         self.report.planned(int(counts.sum()), budget, stock)
@@ -100,7 +101,7 @@ class PlannedVerification(AdaptiveVerificationManager):
         super().record_confidences(self._calibrated(confidence_probs[:rows]), input_batch)
         # What vLLM has just made readable are the blocks of the step before.
         landed = self._stale_confidences[self._stale_idx].np
-        self._planner.record(self._step - 1, self._drafted, landed[self._drafted])
+        self._planner.record(self._step - 1, self._drafted, np.cumprod(landed[self._drafted], axis=1))
         self._drafted = self._sampling(input_batch)
         if self._leads:
             self._learn(rows)
