@@ -18,6 +18,7 @@ from deepinfer_specdec.scheduling.budget import (
     live_budget,
     lookahead_budget,
 )
+from deepinfer_specdec.scheduling.choice import choose
 from deepinfer_specdec.scheduling.cost import CostCurve
 from deepinfer_specdec.simulation.exact import (
     ToyProblem,
@@ -66,6 +67,18 @@ def live_argmax(curve: CostCurve):
     return lambda draft: admit(draft.survivals(), draft.counts, live_budget(draft.survivals(), StepLoad(2), curve))
 
 
+def in_one_sort(curve: CostCurve):
+    """What the native engine's synchronous loop runs: rows weighed by a worth, only some sizes of a step allowed."""
+
+    def policy(draft: Draft) -> np.ndarray:
+        values = draft.survivals() * np.array([[1.3], [0.7]])
+        return choose(
+            values, draft.counts, curve.span(2, 2 * draft.width + 1), 0.02, lambda tokens: tokens != 5
+        ).lengths
+
+    return policy
+
+
 def ranked_by_drawn_token(budget: int):
     """Unsound: ranks position k by the draft probability of the token that was drawn there."""
 
@@ -101,7 +114,7 @@ def test_the_curves_make_the_policies_choose() -> None:
     reason.
     """
     forecast = expected_tokens(np.array([0.9, 0.7, 0.5, 0.3]))
-    for policy in (early_stop, live_argmax, lambda curve: lookahead(curve, forecast)):
+    for policy in (early_stop, live_argmax, in_one_sort, lambda curve: lookahead(curve, forecast)):
         within = [
             len({tuple(x) for x in policy_lengths(p, policy(c))}) for c in CURVES.values() for p in problems(2, 2)
         ]
@@ -119,8 +132,9 @@ def test_lookahead_crosses_a_jag_where_the_paper_stops() -> None:
 @pytest.mark.parametrize(("vocab", "block"), PROBLEMS)
 def test_live_argmax_is_exact_for_deterministic_drafts(curve: CostCurve, vocab: int, block: int) -> None:
     for problem in problems(vocab, block, one_hot=True):
-        assert total_variation(problem, live_argmax(curve), "coupled") <= EXACT
-        assert total_variation(problem, live_argmax(curve), "standard") <= EXACT
+        for policy in (live_argmax(curve), in_one_sort(curve)):
+            assert total_variation(problem, policy, "coupled") <= EXACT
+            assert total_variation(problem, policy, "standard") <= EXACT
 
 
 def test_live_argmax_on_a_jagged_curve_is_biased_for_sampled_drafts() -> None:

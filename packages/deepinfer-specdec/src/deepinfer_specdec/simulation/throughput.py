@@ -17,6 +17,7 @@ from deepinfer_specdec.scheduling.budget import (
     expected_tokens,
     lookahead_budget,
 )
+from deepinfer_specdec.scheduling.choice import choose
 from deepinfer_specdec.scheduling.cost import CostCurve
 from deepinfer_specdec.scheduling.planner import VerificationPlanner
 
@@ -180,6 +181,19 @@ def live_lookahead(verify: CostCurve, draft: CostCurve) -> Simulated:
         budget = lookahead_budget(survivals, forecast, StepLoad(block.rows, draft_seconds=seconds), verify)
         mean[:] = [forecast + (expected_tokens(survivals) - forecast) / min(step + 1, 50)]
         return Decision(seconds, admit(survivals, block.counts, budget))
+
+    return decide
+
+
+def live_choice(verify: CostCurve, draft: CostCurve) -> Simulated:
+    """DeepInfer's rule for synchronous loops under coupled verification, where the output does not depend on what is
+    verified: the best of all budgets for the current block. For drafts that pass through the native engine's host.
+    """
+
+    def decide(_step: int, block: Draft, _replaced: NDArray[np.bool_]) -> Decision:
+        seconds = float(draft.seconds(block.rows))
+        prices = verify.span(block.rows, block.rows * block.width + 1) + seconds
+        return Decision(seconds, choose(block.survivals(), block.counts, prices).lengths)
 
     return decide
 
