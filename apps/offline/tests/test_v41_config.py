@@ -18,6 +18,8 @@ from deepinfer_offline.models.deepsig_v41.layout import checkpoint_specs
 from deepinfer_offline.models.deepsig_v41.model import DeepSigV41Model
 from deepinfer_offline.models.deepsig_v41.schedule import plan_layers
 from deepinfer_offline.models.registry import model_class
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 ORACLE = Path(__file__).parent / "data" / "v41-oracle"
 RELEASED = V41Config()
@@ -167,18 +169,87 @@ def test_memory_is_stated_before_loading() -> None:
     assert facts.workspace_bytes > 0
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("vision_config", "x", "vision_config is 'x', must be an object"),
-        (
-            "vision_config",
-            {"num_hidden_layers": [1]},
-            r"vision_config.num_hidden_layers is \[1\], must be a whole number",
-        ),
-        ("quantization_config", 1.5, "quantization_config is 1.5, must be an object"),
-    ],
-)
-def test_values_of_another_type_are_named(field: str, value: Any, words: str) -> None:
+OBJECTS = {
+    "text_config": ([1], r"text_config is \[1\], must be an object"),
+    "vision_config": ("x", "vision_config is 'x', must be an object"),
+    "vision_config.num_hidden_layers": ([1], r"vision_config.num_hidden_layers is \[1\], must be a whole number"),
+    "quantization_config": (1.5, "quantization_config is 1.5, must be an object"),
+    "quantization_config.quant_method": ([1], r"quantization_config.quant_method is \[1\], must be 'fp8'"),
+    "text_config.rope_scaling": ([1], r"rope_scaling is \[1\], must be an object"),
+    "text_config.rope_scaling.rope_type": ([1], r"rope_type is \[1\], must be yarn or default"),
+    "text_config.rope_scaling.factor": ([1], r"rope_scaling.factor is \[1\], must be a number"),
+    "text_config.rope_scaling.original_max_position_embeddings": (
+        "x",
+        "rope_scaling.original_max_position_embeddings is 'x', must be a whole number",
+    ),
+    "text_config.compress_ratios": ([0, {}], r"compress_ratios is \[0, \{\}\], must be a list of whole numbers"),
+    "text_config.engram_layer_ids": (7, "engram_layer_ids is 7, must be a list of whole numbers"),
+    "text_config.dspark_target_layer_ids": ("37", "dspark_target_layer_ids is '37', must be a list"),
+    "text_config.hc_eps": ({}, r"hc_eps is \{\}, must be a number"),
+    "text_config.norm_topk_prob": ("no", "norm_topk_prob is 'no', must be true or false"),
+    "text_config.dtype": ([1], r"dtype is \[1\], must be a text"),
+    "text_config.vocab_size": (10**400, "vocab_size is 1000.*, must be a whole number of at most 281474976710656"),
+    "text_config.rms_norm_eps": (10**400, r"rms_norm_eps is 1000.*, must be a number of at most 1e\+30"),
+}
+
+
+def put(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of `raw` with one value changed, whose keys are joined by dots."""
+    raw = json.loads(json.dumps(raw))
+    *folders, name = path.split(".")
+    place = raw
+    for folder in folders:
+        place = place.setdefault(folder, {})
+    place[name] = value
+    return raw
+
+
+@pytest.mark.parametrize("path", sorted(OBJECTS))
+def test_values_of_another_type_are_named(path: str) -> None:
+    value, words = OBJECTS[path]
     with pytest.raises(ConfigError, match=words):
-        V41Config.parse({**raw_config(), field: value})
+        V41Config.parse(put(raw_config("dev-quant"), path, value))
+
+
+def paths(raw: dict[str, Any], above: str = "") -> list[str]:
+    found = [f"{above}{name}" for name in raw]
+    return found + [deep for name, value in raw.items() if isinstance(value, dict) for deep in paths(value, f"{name}.")]
+
+
+# Everything that JSON may hold where another thing is meant.
+STRANGE = st.one_of(
+    st.none(), st.booleans(), st.text(max_size=2), st.integers(-3, 9), st.floats(),
+    st.sampled_from([10**400, -(10**30), 10**9, [], {}, [None], [[1]], [{}], ["a"], [True], [-1], [1.5], {"a": []}]),
+)  # fmt: skip
+
+
+@given(st.data(), st.sampled_from(["dev-backbone", "dev-dspark", "dev-quant", "dev-engram"]))
+@settings(max_examples=300)
+def test_a_strange_value_anywhere_is_taken_or_refused_in_a_sentence(data: st.DataObject, name: str) -> None:
+    """What is taken also gives facts: nothing on the way to them ends in another error."""
+    raw = raw_config(name)
+    nested = [*paths(raw), "text_config.rope_scaling.beta_fast", "text_config.rope_scaling.beta_slow"]
+    changed = put(raw, data.draw(st.sampled_from(sorted(set(nested)))), data.draw(STRANGE))
+    said = "must"
+    try:
+        DeepSigV41Model.describe(changed, options())
+    except ConfigError as error:
+        said = str(error)
+    assert "must" in said or "needs" in said or "cannot" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("field", ["n_routed_experts", "dspark_n_routed_experts"])
+def test_experts_without_number_are_refused_before_they_are_named(field: str) -> None:
+    """Each has three names: at a billion they would not fit in memory, so this test ends only if they are not made."""
+    raw = raw_config("dev-dspark")
+    raw["text_config"][field] = 10**9
+    with pytest.raises(ConfigError, match=rf"{field} \(1000000000\) in .* must be at most 131072 in all"):
+        DeepSigV41Model.describe(raw, options())
+
+
+def test_engram_without_layers_needs_no_tables() -> None:
+    raw = {"model_type": "deepseek_v41", "engram_layer_ids": []}
+    assert V41Config.parse(raw).engram_num_embeddings == ()
+    raw["engram_layer_ids"] = [1, 14]
+    assert V41Config.parse(raw).engram_num_embeddings == RELEASED.engram_num_embeddings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -25,18 +24,29 @@ class RopeScaling:
     beta_slow: float = 1.0
     original_length: int = 0
 
+    def __post_init__(self) -> None:
+        from deepinfer_offline.models.deepsig_v41 import rules
+
+        rules.check_scaling(self)
+
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> RopeScaling:
-        kind = raw.get("rope_type", raw.get("type", "yarn"))
+        """Read a `rope_scaling` mapping; a value that is null is as one that is missing.
+
+        Raises:
+            ConfigError: a scheme that there is not, or a value that is no number.
+        """
+        given = {name: value for name, value in raw.items() if value is not None}
+        kind = given.get("rope_type", given.get("type", "yarn"))
         if kind not in ("yarn", "default"):
-            raise ConfigError(f"rope_scaling: rope_type is {kind!r}, must be yarn or default")
+            raise ConfigError(f"rope_scaling: rope_type is {kind!r:.80}, must be yarn or default")
         if kind == "default":
             return cls()
         return cls(
-            factor=float(raw.get("factor", 1.0)),
-            beta_fast=float(raw.get("beta_fast", 32)),
-            beta_slow=float(raw.get("beta_slow", 1)),
-            original_length=int(raw.get("original_max_position_embeddings", 0)),
+            factor=given.get("factor", 1.0),
+            beta_fast=given.get("beta_fast", 32.0),
+            beta_slow=given.get("beta_slow", 1.0),
+            original_length=given.get("original_max_position_embeddings", 0),
         )
 
 
@@ -137,28 +147,21 @@ class V41Config:
         Raises:
             ConfigError: naming the rule that the configuration breaks.
         """
-        text = raw.get("text_config") or raw
-        if not isinstance(text, Mapping):
-            raise ConfigError(f"text_config must be an object, got {type(text).__name__}")
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            if field.name in text and text[field.name] is not None:
-                values[field.name] = text[field.name]
+        text = _object(raw.get("text_config"), "text_config") or raw
+        values = {f.name: _plain(text[f.name]) for f in fields(cls) if text.get(f.name) is not None}
         for name in ("model_type", "image_token_id", "tie_word_embeddings"):
             if raw.get(name) is not None:
                 values[name] = raw[name]
         scaling = text.get("rope_scaling")
-        values["rope_scaling"] = _RELEASED_SCALING if scaling is None else RopeScaling.parse(scaling)
-        values["dtype"] = str(text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or "bfloat16")
-        vision = _object(raw.get("vision_config"), "vision_config").get("num_hidden_layers", 32)
-        if not isinstance(vision, int):
-            raise ConfigError(f"vision_config.num_hidden_layers is {vision!r:.80}, must be a whole number")
-        values["vision_layers"] = vision if "vision_config" in raw else 0
-        values["quantised"] = raw.get("quantization_config") is not None or text.get("quantization_config") is not None
-        _check_quantisation(raw.get("quantization_config") or text.get("quantization_config"))
-        if values.get("engram_layer_ids") is not None and "engram_num_embeddings" not in values:
-            values["engram_num_embeddings"] = () if not values["engram_layer_ids"] else cls.engram_num_embeddings
-        return cls(**{name: _plain(value) for name, value in values.items()})
+        values["rope_scaling"] = (
+            _RELEASED_SCALING if scaling is None else RopeScaling.parse(_object(scaling, "rope_scaling"))
+        )
+        values["dtype"] = text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or "bfloat16"
+        values["vision_layers"] = _vision_layers(raw)
+        values["quantised"] = _is_quantised(raw, text)
+        if values.get("engram_layer_ids") == ():
+            values.setdefault("engram_num_embeddings", ())
+        return cls(**values)
 
 
 def _plain(value: Any) -> Any:
@@ -171,18 +174,29 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
     return value or {}
 
 
-def _check_quantisation(raw: Any) -> None:
-    if raw is None:
-        return
-    raw = _object(raw, "quantization_config")
+def _vision_layers(raw: Mapping[str, Any]) -> int:
+    """Layers of the vision tower; 0 without one."""
+    vision = _object(raw.get("vision_config"), "vision_config")
+    layers = vision.get("num_hidden_layers")
+    if layers is None:
+        return 32 if "vision_config" in raw else 0
+    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 0:
+        raise ConfigError(f"vision_config.num_hidden_layers is {layers!r:.80}, must be a whole number of at least 0")
+    return layers
+
+
+def _is_quantised(raw: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint is quantised, which it can be in one way only."""
+    found = raw.get("quantization_config")
+    found = text.get("quantization_config") if found is None else found
+    if found is None:
+        return False
+    found = _object(found, "quantization_config")
     expected = {"quant_method": ("fp8",), "scale_fmt": ("ue8m0", None), "expert_dtype": ("fp4", None)}
     for name, allowed in expected.items():
-        if raw.get(name) not in allowed:
-            raise ConfigError(f"quantization_config.{name} is {raw.get(name)!r}, must be {allowed[0]!r}")
-    block = raw.get("weight_block_size", [32, 32])
+        if found.get(name) not in allowed:
+            raise ConfigError(f"quantization_config.{name} is {found.get(name)!r:.80}, must be {allowed[0]!r}")
+    block = found.get("weight_block_size", [32, 32])
     if block != [32, 32]:
-        raise ConfigError(f"quantization_config.weight_block_size is {block}, must be [32, 32]")
-
-
-def finite_positive(value: float) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+        raise ConfigError(f"quantization_config.weight_block_size is {block!r:.80}, must be [32, 32]")
+    return True

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from deepinfer_offline.models.deepsig_v41 import config as cfg
 
 if TYPE_CHECKING:
-    from deepinfer_offline.models.deepsig_v41.config import V41Config
+    from deepinfer_offline.models.deepsig_v41.config import RopeScaling, V41Config
+
+_MOST = 1 << 48  # of any count: products of several may still be turned into a float
+_LARGEST = 1e30  # of any other number; NaN and infinity are not below it
+_MOST_EXPERTS = 1 << 17  # routed experts of a model in all: each has a name that is looked for. Flash has 15,744
 
 _COUNTS = (
     "vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
@@ -27,6 +33,7 @@ def _require(condition: bool, rule: str) -> None:
 
 def check(c: V41Config) -> None:
     """Raise ConfigError for the first rule that `c` breaks."""
+    _check_types(c, "")
     _check_numbers(c)
     _check_attention(c)
     _check_experts(c)
@@ -34,10 +41,51 @@ def check(c: V41Config) -> None:
     _check_candidates(c)
     _check_engram(c)
     _check_draft(c)
+    _check_size(c)
 
 
 def _is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_scaling(scaling: RopeScaling) -> None:
+    """Raise ConfigError for a value of `scaling` that is none."""
+    _check_types(scaling, "rope_scaling.")
+    for name in ("factor", "beta_fast", "beta_slow"):
+        value = getattr(scaling, name)
+        _require(value > 0, f"rope_scaling.{name} must be positive, got {value!r}")
+    length = scaling.original_length
+    _require(length >= 0, f"rope_scaling.original_max_position_embeddings must not be negative, got {length!r}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_is_whole, f"a whole number of at most {_MOST}"),
+    "float": (_is_number, f"a number of at most {_LARGEST:g}"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "tuple[int, ...]": (
+        lambda value: isinstance(value, tuple) and all(map(_is_whole, value)),
+        f"a list of whole numbers of at most {_MOST}",
+    ),
+}
+_KEYS = {"original_length": "original_max_position_embeddings"}  # as a checkpoint spells them
+
+
+def _check_types(config: V41Config | RopeScaling, prefix: str) -> None:
+    """Check every value that has a simple type; the others check themselves."""
+    for field in fields(config):
+        kind, value = _TYPES.get(str(field.type)), getattr(config, field.name)
+        if kind is not None and not kind[0](value):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise cfg.ConfigError(f"{prefix}{_KEYS.get(field.name, field.name)} is {shown!r:.80}, must be {kind[1]}")
 
 
 def _check_numbers(c: V41Config) -> None:
@@ -46,7 +94,7 @@ def _check_numbers(c: V41Config) -> None:
         _require(_is_count(getattr(c, name)), f"{name} must be a positive integer, got {getattr(c, name)!r}")
     for name in _REALS:
         value = getattr(c, name)
-        _require(cfg.finite_positive(value), f"{name} must be finite and positive, got {value!r}")
+        _require(value > 0, f"{name} must be finite and positive, got {value!r}")
     _require(not c.tie_word_embeddings, "tie_word_embeddings must be false: the head is a matrix of its own")
 
 
@@ -132,6 +180,10 @@ def _check_engram(c: V41Config) -> None:
         len(c.engram_layer_ids) == len(c.engram_num_embeddings),
         f"engram_num_embeddings must have one entry for each of the {len(c.engram_layer_ids)} Engram layers",
     )
+    _require(
+        all(_is_count(rows) for rows in c.engram_num_embeddings),
+        f"engram_num_embeddings must hold positive integers, got {list(c.engram_num_embeddings)}",
+    )
     if not c.active_engram_layers:
         return
     for name in ("engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"):
@@ -165,6 +217,19 @@ def _check_draft(c: V41Config) -> None:
     )
     targets = c.dspark_target_layer_ids
     _require(
-        bool(targets) and list(targets) == sorted(set(targets)) and targets[-1] < c.num_hidden_layers,
+        bool(targets)
+        and targets[0] >= 0
+        and list(targets) == sorted(set(targets))
+        and targets[-1] < c.num_hidden_layers,
         f"dspark_target_layer_ids must be increasing layers below {c.num_hidden_layers}, got {list(targets)}",
+    )
+
+
+def _check_size(c: V41Config) -> None:
+    """Refuse more experts than a table of all tensor names could hold, before one is made."""
+    drafts = c.num_nextn_predict_layers * c.dspark_n_routed_experts
+    _require(
+        c.num_hidden_layers * c.n_routed_experts + drafts <= _MOST_EXPERTS,
+        f"n_routed_experts ({c.n_routed_experts}) in {c.num_hidden_layers} layers and dspark_n_routed_experts "
+        f"({c.dspark_n_routed_experts}) in {c.num_nextn_predict_layers} draft stages must be at most {_MOST_EXPERTS} in all",
     )
