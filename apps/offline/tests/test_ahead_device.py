@@ -103,6 +103,7 @@ def test_the_watch_sees_a_fresh_block(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = budgeted_engine()
     with pytest.raises(AssertionError, match="a budget saw a fresh block"):
         run(engine, job_of_eight(), lambda step: wait_sometimes(engine, step))
+    engine.close()
 
 
 # --- nothing waits for the device -----------------------------------------------------------------------------
@@ -185,3 +186,4 @@ def test_reads_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine._parts.speculation.force(WIDTH)
     with no_reads(monkeypatch), pytest.raises(AssertionError, match="reads a tensor"):
         run(engine, [ask()])
+    engine.close()

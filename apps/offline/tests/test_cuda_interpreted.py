@@ -1,4 +1,4 @@
-"""Runs `test_cuda_ops.py` and `test_cuda_prompts.py` in processes where Triton interprets their kernels on the CPU."""
+"""Runs `test_cuda_ops.py` and `test_cuda_prompts.py` in one process where Triton interprets their kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 pytest.importorskip("triton")
 pytest.importorskip("deepinfer_kernels_cuda")
 
+FILES = ("test_cuda_ops", "test_cuda_prompts")
+
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreting")
-@pytest.mark.parametrize("name", ["test_cuda_ops.py", "test_cuda_prompts.py"])
-def test_providers_in_the_interpreter(name: str) -> None:
-    target = Path(__file__).with_name(name)
+def test_providers_in_the_interpreter(tmp_path: Path) -> None:
+    here, report = Path(__file__).parent, tmp_path / "report.xml"
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(target)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}"]
+    files = [str(here / f"{name}.py") for name in FILES]
+    done = subprocess.run([*command, *files], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
-    assert "skipped" not in done.stdout.splitlines()[-1]
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    assert {case.attrib["classname"].rpartition(".")[2] for case in cases} == set(FILES)
+    assert not [case.attrib["name"] for case in cases if len(case)], "skipped"

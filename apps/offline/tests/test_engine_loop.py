@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from deepinfer_offline.engine.base import Request, RequestError, RequestOutput
+from deepinfer_offline.engine.native import engine as engine_module
 from deepinfer_offline.sampling import SamplingParams
 from toy_engine import VOCAB, ask, check, make_engine, prefix_hash, random_request, run, toy_logits
 
@@ -167,3 +170,18 @@ def test_unseeded_requests_repeat_by_request_id_and_children_differ() -> None:
     assert len({tuple(a.token_ids) for a in first}) == 3
     other = run(make_engine(), [ask("other", temperature=1.0, n=3, max_tokens=30)])["other"].outputs
     assert [a.token_ids for a in other] != [a.token_ids for a in first]
+
+
+def test_what_exists_is_looked_over_once_and_no_more_while_an_engine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the collector itself, which the other tests' engines do not have (conftest.py): so this comes last."""
+    monkeypatch.setattr(engine_module, "gc", gc)
+    gc.unfreeze()
+    cycle = type("Cycle", (), {})()
+    cycle.itself = cycle
+    left = weakref.ref(cycle)
+    del cycle
+    engine = make_engine()
+    assert left() is None, "what is left of an engine before this one would be kept as long"
+    assert gc.get_freeze_count() > 1000
+    engine.close()
+    assert gc.get_freeze_count() == 0

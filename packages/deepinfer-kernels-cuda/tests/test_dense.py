@@ -1,13 +1,11 @@
 """Fused dense products against float64, on a GPU or in Triton's interpreter (`TRITON_INTERPRET=1`).
 
-The interpreter is a process of its own, since Triton reads the switch when it is imported.
+`test_interpreter.py` starts the interpreter, which is a process of its own: Triton reads the switch when it is imported.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -38,15 +36,6 @@ def wanted(x, weight, gain, residual, swiglu):
         gate, up = y.chunk(2, -1)
         y = gate / (1 + (-gate).exp()) * up
     return y if residual is None else y + residual.double()
-
-
-@pytest.mark.skipif(INTERPRET or DEVICE != "cpu", reason="already runs the kernels")
-def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
 
 
 @runs

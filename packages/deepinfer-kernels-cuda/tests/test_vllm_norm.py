@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -12,20 +10,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = pytest.mark.skipif(
-    not INTERPRETED, reason="run by test_in_the_interpreter, in a process of its own"
-)
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py, in a process of its own")
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16]  # the interpreter cuts bfloat16 instead of rounding it
-
-
-@pytest.mark.skipif(INTERPRETED, reason="already interpreting")
-def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "6 passed, 5 skipped" in done.stdout
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
