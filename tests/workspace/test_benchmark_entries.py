@@ -5,7 +5,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,3 +126,66 @@ def test_recorded_lines_are_printed_as_one_object_and_a_failure_is_the_status(
     seen = capsys.readouterr()
     assert json.loads(seen.out) == {"device": "none", "results": []}
     assert "FAILED ZeroDivisionError" in seen.err
+
+
+@pytest.fixture
+def rows(runner: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """gpu-rows on the CPU, whose kernels find what a test says."""
+    pytest.importorskip("triton")
+    case = runner._load(FOLDER / "cases" / "gpu_rows.py")
+    monkeypatch.setattr(case, "DEVICE", "cpu")
+    monkeypatch.setattr(case.mhc, "_ROW_TOKENS", case.mhc._ROW_TOKENS)  # as it was, after the test
+    monkeypatch.setattr(case, "use_warps", lambda blocks: setattr(case, "warps", blocks))
+    return case
+
+
+@pytest.mark.parametrize("name", [None, "streams", "x", "pre", "post", "comb", "bits"])
+def test_a_check_of_the_seam_fails_where_an_error_is_above_its_tolerance(
+    rows: ModuleType, name: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors at their tolerances pass; one above, in the last size alone, or runs that differ, do not."""
+    torch = pytest.importorskip("torch")
+    runs = []
+
+    def step(streams: Any, *rest: Any, **options: Any) -> SimpleNamespace:
+        runs.append(len(streams))
+        value = torch.full((1,), float(len(runs)) if name == "bits" and len(streams) == 300 else 0.0)
+        return SimpleNamespace(streams=value, mix=(value,), x=value)
+
+    def errors(step: Any, tensors: tuple, options: dict) -> dict[str, float]:
+        return {
+            key: most * (1.1 if key == name and len(tensors[0]) == 300 else 1) for key, most in rows.TOLERANCES.items()
+        }
+
+    monkeypatch.setattr(rows.kernels, "mhc_step", step)
+    monkeypatch.setattr(rows, "mhc_errors", errors)
+    assert rows.run(["mhc", "--way", "triton", "--tokens", "2", "--check"]) == (name is not None)
+    seen = capsys.readouterr()
+    assert set(runs) == {2, 77, 300}
+    assert seen.out.count("WRONG") == (name is not None)
+    assert seen.err == ("" if name is None else "WRONG: 1 of 3 checks failed\n")
+    if name is not None:
+        assert ("runs differ" if name == "bits" else f"WRONG: {name} ") in seen.out
+
+
+@pytest.mark.parametrize("wrong", [None, "run", "gather"])
+def test_a_check_of_records_fails_where_they_differ(
+    rows: ModuleType, wrong: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Insert:
+        def __init__(self, fmt: str, t: int, **options: Any) -> None:
+            self.pool, self.slots, self.last = torch.zeros(4, dtype=torch.uint8), torch.arange(t), t == 5000
+
+        def run(self, pool: Any) -> Any:
+            return pool + (wrong == "run" and self.last and rows.warps > 0)
+
+        def gather(self, pool: Any, slots: Any) -> Any:
+            return torch.full((2,), float(wrong == "gather" and self.last and rows.warps > 0), dtype=torch.bfloat16)
+
+    monkeypatch.setattr(rows, "Insert", Insert)
+    assert rows.run(["records", "--way", "2", "--check"]) == (wrong is not None)
+    seen = capsys.readouterr()
+    assert f"{12 if wrong else 0} differ" in seen.out
+    assert seen.err == ("" if wrong is None else "WRONG: 1 of 1 checks failed\n")
