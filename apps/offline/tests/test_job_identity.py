@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from deepinfer_offline.engine.options import EngineOptions
@@ -155,3 +156,25 @@ def test_a_large_checkpoint_costs_some_megabytes_to_know(tmp_path, monkeypatch):
     assert len(read) < 4000
     model_identity(str(folder))
     assert sum(read) == once, "a job asks several times"
+
+
+def test_a_job_goes_on_with_another_draft_and_says_so(run, monkeypatch):
+    """Drafts shape no answer of the native engine: a run that they slowed down, or for which they took too much memory, goes on
+    with another draft or none. `--speculative` is another matter, because vLLM's verification draws other tokens.
+    """
+    first = EngineOptions(model="fake-model", speculative="auto", draft_model=Path("drafts/one"))
+    monkeypatch.setenv("FAKE_FAIL", "step")
+    with pytest.raises(RuntimeError):
+        run(jobs(60), engine=first)
+    begun = run.notes.notes
+    monkeypatch.delenv("FAKE_FAIL")
+    with pytest.raises(JobError, match=r"was begun with --speculative auto and this is off"):
+        run(jobs(60), engine=EngineOptions(model="fake-model"))
+    assert len(run(jobs(60), engine=EngineOptions(model="fake-model", speculative="auto"))) == 60
+    said = "--draft-model was drafts/one and is not given: answers are the model's own with any draft, up to rounding"
+    assert said in run.notes.notes
+    assert not any("--draft-model" in note for note in begun)
+    before = run.output.stat().st_mtime_ns
+    run(jobs(60), engine=first)
+    assert run.output.stat().st_mtime_ns == before, "done, whatever drafted it"
+    assert len(run.engines) == 2

@@ -79,7 +79,8 @@ class JobOptions:
             "device": engine.device,
         }
         shaping |= {"dtype": engine.dtype, "seed": engine.seed, "max-model-len": engine.max_model_len or 0}
-        # a sampled answer depends on how drafts are verified, though its distribution does not
+        # vLLM's rejection sampling draws other tokens of the same distribution. The native engine's are those of plain decoding
+        # up to rounding whatever is drafted, so `draft_model` is not here: like a batch size, it changes speed alone.
         shaping["speculative"] = engine.speculative
         shaping["window-strategy"] = engine.window_strategy  # approximate windows give other answers than exact ones
         shaping["on-unsupported"] = engine.on_unsupported

@@ -156,7 +156,13 @@ class Job:
         if not old:
             journal.allocate(len(index))
             return
-        _check_same(old, self._header(index), options)
+        new = self._header(index)
+        _check_same(old, new, options)
+        if old.get("draft_model") != new["draft_model"]:
+            self._reporter.note(
+                f"--draft-model was {old.get('draft_model') or 'not given'} and is {new['draft_model'] or 'not given'}: "
+                "answers are the model's own with any draft, up to rounding"
+            )
         self.facts.resumed = journal.recover(len(index))
         if options.retry_errors:
             self.facts.resumed -= journal.forget(lambda status: status != OK)
@@ -213,11 +219,13 @@ class Job:
                 raise JobStopped
 
     def _header(self, index: JobIndex) -> dict[str, Any]:
+        draft = self._options.engine.draft_model
         return {
             "created": self._created,
             "input": index.digest,
             "records": len(index),
             "options": self._asked,
+            "draft_model": None if draft is None else str(draft),
         }
 
     @contextmanager
