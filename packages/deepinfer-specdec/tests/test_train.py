@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from deepinfer_specdec.drafters.base import FeatureDrafter  # noqa: E402
 from deepinfer_specdec.dspark import DSparkConfig, DSparkDrafter, DSparkModel, load_draft, save_draft  # noqa: E402
+from deepinfer_specdec.dspark.heads import MarkovHead  # noqa: E402
 from deepinfer_specdec.dspark.model import TargetParts  # noqa: E402
 from deepinfer_specdec.errors import CheckpointError  # noqa: E402
 from deepinfer_specdec.train.agreement import Rule  # noqa: E402
@@ -221,10 +222,26 @@ def test_drafts_without_a_confidence_head_load_and_say_nothing(tmp_path: Path) -
         load_draft(tmp_path / "none")
 
 
+def test_drafts_without_a_sequential_head_load_and_draft_by_the_parallel_stage(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    parallel = config(markov_rank=0, confidence_with_markov=False)
+    save_draft(DSparkModel(parallel), tmp_path)
+    draft = load_draft(tmp_path)
+    assert draft.config == parallel
+    assert not [name for name in draft.state_dict() if name.startswith("markov")]
+    base, hidden = torch.randn(3, 4, VOCAB), torch.randn(3, 4, HIDDEN)
+    tokens, _ = draft.sequential(base, hidden, torch.tensor([1, 2, 3]), lambda logits, _column: logits.argmax(-1))
+    assert torch.equal(tokens, base.argmax(-1))
+    with pytest.raises(CheckpointError, match="markov_rank 0; allowed: false"):
+        config(markov_rank=0)
+    with pytest.raises(CheckpointError, match="markov_rank -1; allowed: >= 0"):
+        config(markov_rank=-1)
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_teacher_forcing_equals_stepping(kind: str) -> None:
     torch.manual_seed(1)
-    head = DSparkModel(config(markov_kind=kind)).markov_head
+    head = MarkovHead(config(markov_kind=kind))
     previous, hidden = torch.randint(VOCAB, (3, 4)), torch.randn(3, 4, HIDDEN)
     state, stepped = head.start(3, hidden), []
     for k in range(4):

@@ -128,6 +128,12 @@ def test_a_killed_run_keeps_the_answers_it_has(
         run(target, other, tmp_path / "parts", "--steps", "1")
 
 
+def test_a_draft_without_a_sequential_head_is_trained(target: Path, prompts: Path, tmp_path: Path) -> None:
+    made = load_draft(run(target, prompts, tmp_path / "parallel", "--steps", "2", "--markov-rank", "0"))
+    assert made.markov_head is None
+    assert made.confidence_head is not None
+
+
 def test_texts_of_its_own_to_evaluate_on(
     target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ class DSparkConfig:
         block_size: tokens of a draft (gamma).
         mask_token_id: fills the block behind the anchor.
         markov_kind: `vanilla`, `gated` or `rnn`.
-        markov_rank: width of the sequential head.
+        markov_rank: width of the sequential head; 0 for none: all columns are drafted from the parallel stage alone.
         confidence_head: whether the draft says how sure it is; without, a column is as sure as it has proved in the last blocks.
         confidence_with_markov: whether that head reads the previous token's row of the sequential head too.
         rms_eps, rope_theta: as in the target.
@@ -63,6 +63,12 @@ class DSparkConfig:
             raise CheckpointError(f"taps {self.taps}; allowed: -1 (embedding)..{self.num_target_layers - 2}")
         if self.markov_kind not in MARKOV_KINDS:
             raise CheckpointError(f"markov_kind {self.markov_kind!r}; allowed: {', '.join(MARKOV_KINDS)}")
+        if self.markov_rank < 0:
+            raise CheckpointError(f"markov_rank {self.markov_rank}; allowed: >= 0")
+        if not self.markov_rank and self.confidence_head and self.confidence_with_markov:
+            raise CheckpointError(
+                "confidence_head_with_markov true with markov_rank 0; allowed: false, or a rank above 0"
+            )
         if self.block_size < 1:
             raise CheckpointError(f"block_size {self.block_size}; allowed: >= 1")
 

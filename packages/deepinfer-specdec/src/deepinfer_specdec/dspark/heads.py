@@ -61,10 +61,9 @@ class ConfidenceHead(nn.Module):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.with_markov = config.confidence_with_markov
-        self.proj = nn.Linear(config.hidden_size + self.with_markov * config.markov_rank, 1)
+        self.proj = nn.Linear(config.hidden_size + config.confidence_with_markov * config.markov_rank, 1)
 
-    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """float32 [...] from h [..., hidden] and W1[x_{k-1}] [..., rank]."""
-        read = torch.cat([hidden, embedded.to(hidden.dtype)], -1) if self.with_markov else hidden
+    def forward(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
+        """float32 [...] from h [..., hidden] and, where it reads that too, W1[x_{k-1}] [..., rank]."""
+        read = hidden if embedded is None else torch.cat([hidden, embedded.to(hidden.dtype)], -1)
         return self.proj(read).squeeze(-1).float()

@@ -37,7 +37,7 @@ class DSparkModel(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
-        self.markov_head = MarkovHead(config)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
 
     def context(self, features: Tensor, positions: Tensor) -> Context:
@@ -92,12 +92,16 @@ class DSparkModel(nn.Module):
         Returns:
             Tokens int64 [R, K] and raw confidences float32 [R, K]; a column's confidence never depends on its own token.
         """
-        state, previous = self.markov_head.start(len(anchors), hidden), anchors
+        markov, previous = self.markov_head, anchors
+        state = None if markov is None else markov.start(len(anchors), hidden)
         tokens, confidence = [], []
         for k in range(self.config.block_size):
             confidence.append(self.confidence_logits(hidden[:, k], previous))
-            bias, state = self.markov_head(previous, hidden[:, k], state)
-            previous = choose((base[:, k] + bias).float(), k)
+            logits = base[:, k]
+            if markov is not None:
+                bias, state = markov(previous, hidden[:, k], state)
+                logits = logits + bias
+            previous = choose(logits.float(), k)
             tokens.append(previous)
         return torch.stack(tokens, 1), torch.stack(confidence, 1)
 
@@ -108,4 +112,5 @@ class DSparkModel(nn.Module):
         """
         if self.confidence_head is None:
             return hidden.new_zeros(hidden.shape[:-1], dtype=torch.float32)
-        return self.confidence_head(hidden, self.markov_head.w1(previous))
+        markov = self.markov_head if self.config.confidence_with_markov else None
+        return self.confidence_head(hidden, None if markov is None else markov.w1(previous))

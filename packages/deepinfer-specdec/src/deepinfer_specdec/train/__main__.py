@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--markov", choices=MARKOV_KINDS, default="vanilla", help="sequential head; default %(default)s"
     )
     parser.add_argument(
-        "--markov-rank", type=int, default=256, help="width of the sequential head; default %(default)s"
+        "--markov-rank", type=int, default=256, help="width of the sequential head, 0 for none; default %(default)s"
     )
     parser.add_argument("--steps", type=int, default=1000, help="of the optimiser; default %(default)s")
     parser.add_argument("--batch-size", type=int, default=8, help="texts a step; default %(default)s")
@@ -205,6 +205,7 @@ def _prepare(args: argparse.Namespace) -> tuple[DSparkConfig, TransformersTarget
         mask_token_id=args.mask_token,
         markov_kind=args.markov,
         markov_rank=args.markov_rank,
+        confidence_with_markov=args.markov_rank > 0,
         rms_eps=raw.rms_norm_eps,
         rope_theta=target.rope_theta,
         qk_norm=target.has_qk_norm,

@@ -87,8 +87,9 @@ def run_blocks(model: DSparkModel, target: TargetParts, texts: Texts, anchors: T
     wanted = texts.last_hidden.gather(
         1, at.clamp(max=length - 1)[..., None].expand(-1, -1, texts.last_hidden.shape[-1])
     )
+    markov, logits = model.markov_head, model.base_logits(hidden, target)
     return BlockOutputs(
-        draft_logits=model.base_logits(hidden, target) + model.markov_head.teacher_forced(previous, hidden),
+        draft_logits=logits if markov is None else logits + markov.teacher_forced(previous, hidden),
         target_logits=model.base_logits(wanted, target).view(*flat, -1),
         labels=labels,
         confidence=model.confidence_logits(hidden, previous),

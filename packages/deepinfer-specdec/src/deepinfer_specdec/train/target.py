@@ -102,7 +102,8 @@ class TransformersTarget:
         model.fc.weight.mul_(0.1)
         model.fc.weight[:, -width:] += torch.eye(width)
         model.norm.weight.copy_(self._model.model.norm.weight.float())
-        model.markov_head.w2.weight.zero_()
+        if model.markov_head is not None:
+            model.markov_head.w2.weight.zero_()
 
     @torch.no_grad()
     def run(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
