@@ -13,6 +13,15 @@ def run(tmp_path):
     return Runner(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """(target, draft): folders of a tiny Llama and of a DSpark draft that was trained for it."""
+    pytest.importorskip("transformers")
+    from tiny_dspark import make_draft
+
+    return make_draft(tmp_path_factory.mktemp("dspark"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _settled_heap():
     """Freeze what is there before a file's tests, and nothing else.

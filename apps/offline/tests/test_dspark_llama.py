@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from deepinfer_offline import LLM, SamplingParams  # noqa: E402
 from deepinfer_offline.engine.base import EngineStartError, Request  # noqa: E402
@@ -22,45 +22,10 @@ from deepinfer_offline.ops.attention.portable import TorchAttention  # noqa: E40
 from deepinfer_offline.ops.registry import Provider, anywhere, registry  # noqa: E402
 from deepinfer_offline.ops.rope import apply_rope  # noqa: E402
 from deepinfer_specdec.dspark import DSparkDrafter, load_draft  # noqa: E402
-from deepinfer_specdec.train.__main__ import main as train  # noqa: E402
 from deepinfer_specdec.train.target import TransformersTarget  # noqa: E402
+from tiny_dspark import VOCAB, WIDTH, make_target  # noqa: E402
 
-VOCAB, WIDTH = 64, 4
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-def make_target(folder: Path, **changes: Any) -> Path:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **(SIZES | changes),
-        vocab_size=VOCAB,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.08,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():  # peaked logits that follow the last token more than the rest: a draft has something to learn
-        model.model.embed_tokens.weight.normal_()
-        model.lm_head.weight.normal_(0, 0.6)
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(target, draft): the trainer's command line on a random target's own answers."""
-    root = tmp_path_factory.mktemp("dspark")
-    target = make_target(root / "target")
-    asked = np.random.default_rng(1).integers(1, VOCAB, (48, 6)).tolist()
-    (root / "prompts.jsonl").write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in asked))
-    sizes = "--layers 1 --taps 0 1 --block-size 4 --markov-rank 16 --answer-tokens 32 --batch-size 8 --anchors 16"
-    files = ["--target", str(target), "--prompts", str(root / "prompts.jsonl"), "--output", str(root / "draft")]
-    train([*files, *sizes.split(), "--steps", "60", "--learning-rate", "3e-3", "--held-out", "0.2", "--device", "cpu"])
-    return target, root / "draft"
 
 
 def open_llm(made: tuple[Path, Path], speculative: str = "dspark", **options: Any) -> LLM:
