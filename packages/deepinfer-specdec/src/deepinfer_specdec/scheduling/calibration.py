@@ -21,12 +21,15 @@ BINS = 15
 _GRID = np.logspace(-1.0, 1.0, 41)  # temperatures tried; then a finer grid around the best
 _SLOPES = (0.1, 10.0)  # positive: the order of a column's confidences stays
 _ITERATIONS = 50
+_FINENESS, _GROUPS = 16, 256  # groups of alike logits: to a standard deviation, and in all
 _PRIOR = 1.0  # weight of "the head is right", in blocks: a few blocks must not throw it over
 
 
 def sigmoid(x: NDArray[np.floating]) -> NDArray[np.float64]:
     """1 / (1 + exp(-x)) without overflow."""
-    return np.exp(-np.logaddexp(0.0, -np.asarray(x, dtype=np.float64)))
+    x = np.asarray(x, dtype=np.float64)
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0.0, 1.0, small) / (1.0 + small)
 
 
 def expected_calibration_error(predicted: NDArray[np.floating], happened: NDArray[np.bool_], bins: int = BINS) -> float:
@@ -146,7 +149,7 @@ def fit_scaling(
     before = np.ones(logits.shape[0])
     for j in range(logits.shape[1]):
         rows = known > j
-        slopes[j], offsets[j] = _likeliest(logits[rows, j], before[rows], accepted[rows] > j)
+        (slopes[j],), (offsets[j],) = _likeliest(logits[None, rows, j], before[None, rows], accepted[None, rows] > j)
         before = before * sigmoid(logits[:, j] * slopes[j] + offsets[j])
     return TemperatureScaling(1.0 / slopes, offsets)
 
@@ -160,15 +163,39 @@ def fit_conditional(
     does not depend on it, if all before it were kept. The cumulative survival of such blocks is biased, so the other fits must
     not be given them. The price: that a draft which is kept goes before better ones is not seen.
 
+    Logits of a column that lie within a sixteenth of its standard deviation count as their mean, so that a fit of 4,096 blocks
+    takes a millisecond: it may be made between two steps.
+
     Arguments as in `fit_sts`.
     """
-    known = _checked(logits, accepted, verified)
-    values = []
-    for j in range(logits.shape[1]):
-        rows = (known > j) & (accepted >= j)
-        values.append(_likeliest(logits[rows, j], np.ones(int(rows.sum())), accepted[rows] > j))
-    slopes, offsets = np.array(values).T
+    known, columns = _checked(logits, accepted, verified)[:, None], np.arange(logits.shape[1])
+    used = (known > columns) & (accepted[:, None] >= columns)
+    means, kept, blocks = _grouped(logits, used, used & (accepted[:, None] > columns))
+    slopes, offsets = _likeliest(means, np.ones(1), kept, blocks)
     return TemperatureScaling(1.0 / slopes, offsets)
+
+
+def _grouped(
+    logits: NDArray[np.floating], used: NDArray[np.bool_], kept: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Groups of alike logits among the `used` of [n, K]: their mean, the share of them that was `kept`, and how many they are;
+    [K, groups] each.
+    """
+    columns, half = logits.shape[1], _GROUPS // 2
+    values, counts = np.where(used, logits, 0.0).astype(np.float64), np.maximum(1, used.sum(axis=0))
+    away = values - values.sum(axis=0) / counts
+    spread = np.sqrt((away**2 * used).sum(axis=0) / counts)
+    place = np.rint(np.clip(away * (_FINENESS / np.where(spread > 0.0, spread, 1.0)), 1 - half, half - 1)).astype(
+        np.int64
+    )
+    place = (place + half + _GROUPS * np.arange(columns)).ravel()
+    sums: list[NDArray[np.float64]] = [
+        np.bincount(place, np.asarray(weights, np.float64).ravel(), columns * _GROUPS)
+        for weights in (used, values, kept)
+    ]
+    blocks, means, share = np.reshape(sums, (3, columns, _GROUPS))
+    there = np.maximum(blocks, 1.0)
+    return means / there, share / there, blocks
 
 
 def _checked(
@@ -197,34 +224,45 @@ def _best_temperature(logits: NDArray[np.floating], before: NDArray[np.float64],
 
 
 def _likeliest(
-    logits: NDArray[np.floating], before: NDArray[np.float64], survived: NDArray[np.bool_]
-) -> tuple[float, float]:
-    """Slope and offset in before * sigmoid(slope * logit + offset), by Fisher scoring with a faint prior at (1, 0)."""
-    design = np.stack([np.asarray(logits, np.float64), np.ones(len(logits))], axis=1)
+    logits: NDArray[np.floating],
+    before: NDArray[np.float64],
+    kept: NDArray[np.bool_] | NDArray[np.float64],
+    blocks: NDArray[np.float64] | float = 1.0,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Slopes and offsets [C] in before * sigmoid(slope * logit + offset), by Fisher scoring with a faint prior at (1, 0).
+
+    Args:
+        logits, kept: [C, n], of C columns at once; `kept` is 0 or 1, or the share of that many `blocks`.
+        before, blocks: [C, n] or its like.
+    """
+    logits = np.asarray(logits, np.float64)
     prior = np.array([1.0, 0.0])
 
-    def surprise(values: NDArray[np.floating]) -> float:
-        chance = np.clip(before * sigmoid(design @ values), 1e-9, 1.0 - 1e-9)
-        told = np.log(np.where(survived, chance, 1.0 - chance)).sum()
-        return float(0.5 * _PRIOR * ((values - prior) ** 2).sum() - told)
+    def surprise(values: NDArray[np.floating]) -> NDArray[np.float64]:
+        chance = np.clip(before * sigmoid(values[:, :1] * logits + values[:, 1:]), 1e-9, 1.0 - 1e-9)
+        told = (blocks * (kept * np.log(chance) + (1.0 - kept) * np.log(1.0 - chance))).sum(axis=1)
+        return 0.5 * _PRIOR * ((values - prior) ** 2).sum(axis=1) - told
 
-    values = prior
+    values = np.tile(prior, (len(logits), 1))
     for _ in range(_ITERATIONS):
-        own = sigmoid(design @ values)
+        own = sigmoid(values[:, :1] * logits + values[:, 1:])
         chance = np.clip(before * own, 1e-9, 1.0 - 1e-9)
         slope = before * own * (1.0 - own)
-        spread = chance * (1.0 - chance)
-        gradient = design.T @ (slope * (survived - chance) / spread) + _PRIOR * (prior - values)
-        curvature = (design * (slope**2 / spread)[:, None]).T @ design + _PRIOR * np.eye(2)
-        step = np.linalg.solve(curvature, gradient)
-        step /= max(1.0, float(np.abs(step).max()))  # far from the optimum the curvature says little
+        weight = blocks * slope / (chance * (1.0 - chance))
+        pull, bend = weight * (kept - chance), weight * slope
+        gradient = np.stack([(pull * logits).sum(axis=1), pull.sum(axis=1)], axis=1) + _PRIOR * (prior - values)
+        mixed, flat = (bend * logits).sum(axis=1), bend.sum(axis=1)
+        curvature = np.stack([(bend * logits**2).sum(axis=1), mixed, mixed, flat], axis=1).reshape(-1, 2, 2)
+        step = np.linalg.solve(curvature + _PRIOR * np.eye(2), gradient[:, :, None])[:, :, 0]
+        # Far from the optimum the curvature says little.
+        step /= np.maximum(1.0, np.abs(step).max(axis=1, keepdims=True))
         values = values + step
-        values[0] = np.clip(values[0], *_SLOPES)
+        values[:, 0] = np.clip(values[:, 0], *_SLOPES)
         if np.abs(step).max() < 1e-7:
             break
-    if surprise(values) > surprise(prior):  # scoring may step too far where few blocks lie in the tails
-        values = prior
-    return float(values[0]), float(values[1])
+    # Scoring may step too far where few blocks lie in the tails.
+    values[surprise(values) > surprise(np.tile(prior, (len(logits), 1)))] = prior
+    return values[:, 0], values[:, 1]
 
 
 Fit = Callable[[NDArray[np.floating], NDArray[np.integer], NDArray[np.integer]], TemperatureScaling]
@@ -238,8 +276,8 @@ class OnlineCalibration:
         width: columns of a draft.
         capacity: blocks kept.
         refit_every: new blocks between two fits; the first fit waits for this many.
-        calls_apart: calls of `observe`, one a step, between two fits at least: a fit of 4,096 blocks takes 8 to 17 ms, which
-            steps of many rows, that fill `refit_every` in a few calls, would spend over and over.
+        calls_apart: calls of `observe`, one a step, between two fits at least: steps of many rows, that fill `refit_every` in a
+            few calls, would fit over and over. A fit of 4,096 blocks takes 1 ms (`fit_conditional`) to tens of them.
         start: temperatures to begin with.
         fit: how; the others where the head may have been trained for another verification or temperature, see there.
     """
