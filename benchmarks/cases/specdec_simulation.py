@@ -1,9 +1,10 @@
 """Verification policies in the simulator: V4-Flash on 4 GPUs (digitised curves), loads whose requests differ more or less.
 
-`paper` is Algorithm 1 with its early stop, `production` the paper's asynchronous rule. Beside them what DeepInfer's engines run:
-`planned` in loops that run ahead, `coupled` in the native engine's synchronous loop, where drafts are verified against the very
-number that the target draws with, and `live` for synchronous loops with rejection sampling. Compare planned with production, and
-the other two with paper: they have the same information.
+`paper` is Algorithm 1 with its early stop, `production` the paper's asynchronous rule. Beside them what DeepInfer's engines
+run: `planned` in loops that run ahead, `coupled` in the native engine's synchronous loop, where drafts are verified against
+the very number that the target draws with, and `live` for synchronous loops with rejection sampling. Compare planned with
+production, and the other two with paper: they have the same information. `learned` is planned with the native engine's
+prices, which are not known but learned from the steps that run; of up to 2,000 steps the first ones are part.
 
 Two loads are mixed: in "code and chat" all requests live by steps, in "a job" there are as many answers of code as of chat,
 each ended by its tokens. The bar, 5 % over the best fixed length, is put to the first from two requests on and to the second
@@ -28,6 +29,7 @@ from deepinfer_specdec.simulation.throughput import (
     clairvoyant,
     fixed_length,
     foreseeing,
+    learned,
     live_choice,
     live_lookahead,
     paper_early_stop,
@@ -42,12 +44,13 @@ WIDTH = 7
 MIXED = {"a job": 4, "code and chat": 2}  # and the fewest requests that the bar is put to
 GAIN = 1.05  # over the best fixed length
 MOST_FORESEEN, BOUND_ROUNDS = 16, 4  # rows; the rate converges quadratically
-ROUNDING = 1e-9
-NOISE = 0.998  # forecasts from finitely many blocks: "live" looks past a jag by them
+NOISE = 0.998  # forecasts from finitely many blocks: few rows average them, and "live" looks past a jag by them
 LOADS: dict[str, dict[str, object]] = {
     "equal": {},
     "noisy": {"within": 1.0},
     "very noisy": {"within": 2.0},
+    "no memory": {"within": 2.0, "memory": 0.0},
+    "hopeless": {"mean_logit": -2.0},
     "requests differ": {"between": 1.0, "within": 0.5},
     "code and chat": {"kinds": (2.0, -2.0), "within": 0.5},
     "a job": {"kinds": (2.0, -2.0), "within": 0.5, "tokens": 300},
@@ -81,6 +84,7 @@ def compare(load: Workload, steps: int, seeds: int) -> dict[str, float]:
         "paper": mean(lambda: paper_early_stop(verify, draft)),
         "production": mean(lambda: paper_production(verify, draft)),
         "planned": mean(lambda: planned(verify, draft, load.rows, WIDTH)),
+        "learned": mean(lambda: learned(verify, draft, load.rows, WIDTH)),
         "live": mean(lambda: live_lookahead(verify, draft)),
         "coupled": mean(lambda: live_choice(verify, draft)),
     }
@@ -97,14 +101,14 @@ def run(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not args.json:
         print("requests         rows  best fixed   paper production | planned    live coupled", end=" | ")
-        print("planned/fixed /production  live/paper coupled/paper  foreseen/fixed  bound/fixed")
+        print("planned/fixed /production learned/planned  live/paper coupled/paper  foreseen/fixed  bound/fixed")
     kept = True
     for name, rows in product(args.loads, args.rows):
         load = Workload(rows, **LOADS[name])  # type: ignore[arg-type]
         r = compare(load, max(args.steps, min(2000, 20_000 // rows)), args.seeds)
         missed = name in MIXED and rows >= MIXED[name] and r["planned"] < GAIN * r["fixed"]
         kept &= not missed
-        kept &= r["planned"] >= (1.0 - ROUNDING) * r["production"]
+        kept &= r["planned"] >= NOISE * r["production"]
         kept &= r["live"] >= NOISE * r["paper"] and r["coupled"] >= NOISE * r["paper"]
         if args.json:
             print(json.dumps({"load": name, "rows": rows, **r}), flush=True)
@@ -114,13 +118,14 @@ def run(argv: list[str]) -> int:
         ratios = (
             r["planned"] / r["fixed"],
             r["planned"] / r["production"],
+            r["learned"] / r["planned"],
             r["live"] / r["paper"],
             r["coupled"] / r["paper"],
         )
         note = "  missed" if missed else ""
         limits = f" {r['foreseen'] / r['fixed']:15.4f}" if r["foreseen"] else ""
         limits += f" {r['bound'] / r['fixed']:12.4f}" if r["bound"] else ""
-        print("{:13.4f} {:11.4f} {:11.4f} {:13.4f}".format(*ratios) + limits + note, flush=True)
+        print("{:13.4f} {:11.4f} {:15.3f} {:11.4f} {:13.4f}".format(*ratios) + limits + note, flush=True)
     return 0 if kept else 1
 
 

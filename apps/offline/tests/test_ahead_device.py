@@ -32,6 +32,7 @@ class Watch:
 
     def __init__(self, drafts: AheadDrafts) -> None:
         self.budgets = self.fresh = 0
+        self.drafts = drafts
         self._landed, self._planner = drafts.landed, drafts._planner
         self._step, self._twin = 0, copy.deepcopy(drafts._planner)
         self._rng = np.random.default_rng(0)
@@ -103,6 +104,19 @@ def test_the_watch_sees_a_fresh_block(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = budgeted_engine()
     with pytest.raises(AssertionError, match="a budget saw a fresh block"):
         run(engine, job_of_eight(), lambda step: wait_sometimes(engine, step))
+    engine.close()
+
+
+def test_a_step_that_verifies_nothing_is_priced_as_one_that_drafts() -> None:
+    """Plain steps take 10 ms; drafting takes 2 more whatever is verified, so it says nothing against verifying."""
+    engine, watch = budgeted_engine()
+    drafts: Any = watch.drafts
+    for rows in (1, 2):
+        for _ in range(3):
+            drafts.plain.observe_ahead(rows, 0.010)
+            drafts.costs.observe(rows, 0, 0.012)
+    assert drafts.seconds(2)[0] == pytest.approx(0.012)
+    assert drafts.plain.ahead(2) == pytest.approx(0.010)
     engine.close()
 
 

@@ -37,7 +37,7 @@ def test_no_step_asks_for_more_blocks_than_there_are(
     scheduler = Scheduler(SchedConfig(slots, tokens, LENGTH, 2), cache)
     for number in range(2 * slots):
         scheduler.add(Sequence(number, [number + 1] * PROMPT, LIMIT))
-    ahead = DraftsAhead(width, lambda _step, _slots, most: int(most.sum()))
+    ahead = DraftsAhead(width, lambda _step, _slots, most, _room: int(most.sum()))
     flying, said, spread = deque(), 0, 0
     while scheduler.has_unfinished:
         while (plan := scheduler.plan(ahead)) is not None:

@@ -30,7 +30,7 @@ def decode(scheduler, rows, ahead, length=3, answer=40):
 
 
 def ahead(budget, width=6):
-    return DraftsAhead(width, lambda _step, _slots, _most: budget)
+    return DraftsAhead(width, lambda _step, _slots, _most, _room: budget)
 
 
 def test_prompts_get_the_tokens_that_a_budget_leaves():
@@ -94,7 +94,7 @@ def test_nobody_is_asked_for_a_budget_without_decode_rows():
     scheduler = make()
     asked = []
     scheduler.add(Sequence(0, [1] * 3, 4))
-    plan = scheduler.plan(DraftsAhead(6, lambda step, slots, most: asked.append(step) or 0))
+    plan = scheduler.plan(DraftsAhead(6, lambda step, slots, most, room: asked.append(step) or 0))
     assert plan.ahead.budget == 0
     assert not asked
 

@@ -102,7 +102,7 @@ class Jobs(RuleBasedStateMachine):
         """Plan a step; with a `share` drafts are made by the step itself, and that share of those it may verify is."""
         ahead = None
         if share is not None:
-            ahead = DraftsAhead(width, lambda step, slots, most: int(share * most.sum()))
+            ahead = DraftsAhead(width, lambda step, slots, most, room: int(share * most.sum()))
         plan = self.scheduler.plan(ahead)
         if plan is None:
             assert self.flights or not self.scheduler.has_unfinished, "nothing is in flight and nothing can be planned"

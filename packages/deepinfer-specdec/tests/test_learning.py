@@ -141,6 +141,43 @@ def test_the_first_step_of_a_size_says_nothing() -> None:
     assert costs.observe(12, 52, 0.038), "64 tokens ran already"
 
 
+def test_without_builds_a_size_near_one_that_ran_says_what_it_costs() -> None:
+    """A loop whose sizes differ from step to step would never learn if each had to come twice."""
+    costs = StepCosts(0.25, builds=False)
+    costs.observe(16, 0, 0.010)
+    assert costs.extra(16, 8)[8] == pytest.approx(0.25 * StepCosts.extra(_after_one(16), 16, 8)[8])
+    assert not costs.observe(16, 100, 0.012), "the first of its range"
+    assert costs.observe(16, 103, 0.012)
+    assert costs.extra(16, 112)[103] == pytest.approx(0.002)
+    exact = _after_one(16)
+    assert not exact.observe(16, 100, 0.012)
+    assert not exact.observe(16, 103, 0.012)
+
+
+def _after_one(rows: int) -> StepCosts:
+    costs = StepCosts()
+    costs.observe(rows, 0, 0.010)
+    return costs
+
+
+def test_a_cliff_does_not_make_all_before_it_dear() -> None:
+    """Beyond 1,000 drafts a step leaves its graph and takes eight times as long. What comes before is found all the same."""
+
+    def seconds(drafts: int) -> float:
+        return 0.017 + 1e-5 * drafts if drafts <= 1000 else 0.110
+
+    def best_after(costs: StepCosts) -> int:
+        tokens = 256 + 0.7 * np.arange(1793)
+        costs.observe(256, 0, seconds(0))
+        for step in range(60):
+            budget = 1792 if step < 4 else int((tokens / (costs.alone(256) + costs.extra(256, 1792))).argmax())
+            costs.observe(256, budget, seconds(budget))
+        return budget
+
+    assert 700 <= best_after(StepCosts(0.25, builds=False)) <= 1000
+    assert best_after(StepCosts()) == 0, "without hope it is not: the test would show nothing"
+
+
 def test_what_is_not_known_well_is_never_dearer_than_its_neighbours_make_it() -> None:
     surcharge, guess = Surcharge(), GRID * np.float64(0.0005)
     for _ in range(3):

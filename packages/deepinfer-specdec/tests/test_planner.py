@@ -52,16 +52,17 @@ def test_the_budget_is_the_best_of_all(seed: int, rows: int, others: int) -> Non
 
 
 def test_blocks_younger_than_two_steps_do_not_move_the_budget() -> None:
-    planner, slots = VerificationPlanner(2, WIDTH), np.arange(2)
+    planner, slots = VerificationPlanner(4, WIDTH), np.arange(4)
+    sure, hopeless = np.tile(SURE, (2, 1)), np.tile(HOPELESS, (2, 1))
     for step in range(4):
-        planner.record(step, slots, SURE)
-    before = planner.budget(5, slots, linear(2))
-    assert before == 2 * WIDTH
-    planner.record(4, slots, HOPELESS)  # drafted in step 4: verified in step 5, so it has no say there
-    assert planner.budget(5, slots, linear(2)) == before
-    assert planner.budget(6, slots, linear(2)) == 0
-    planner.record(5, slots, SURE)
-    assert planner.budget(6, slots, linear(2)) == 0
+        planner.record(step, slots, sure)
+    before = planner.budget(5, slots, linear(4))
+    assert before == 4 * WIDTH
+    planner.record(4, slots, hopeless)  # drafted in step 4: verified in step 5, so it has no say there
+    assert planner.budget(5, slots, linear(4)) == before
+    assert planner.budget(6, slots, linear(4)) == 0
+    planner.record(5, slots, sure)
+    assert planner.budget(6, slots, linear(4)) == 0
     with pytest.raises(SpecDecodeError, match="allowed: >= 2"):
         SurvivalRelay(1, 2, lag=1)
 
@@ -76,14 +77,15 @@ def test_a_row_that_misses_steps_counts_by_its_last_block() -> None:
 
 
 def test_a_new_sequence_counts_as_certain_and_what_its_slot_drafted_before_does_not() -> None:
-    planner, slots = VerificationPlanner(2, WIDTH), np.arange(2)
+    planner, slots = VerificationPlanner(4, 1), np.arange(4)
+    sure, hopeless = np.full((4, 1), 0.9), np.full((4, 1), 0.01)
     for step in range(3):
-        planner.record(step, slots, HOPELESS)
+        planner.record(step, slots, hopeless)
     planner.begin(1, 4)
-    planner.record(3, slots, HOPELESS)  # on its way when the slot was given away
-    np.testing.assert_allclose(np.diff(planner.expected(5, slots)), [*[1.0] * 4, *[0.01] * 4], rtol=1e-6)
-    planner.record(4, slots, SURE)
-    np.testing.assert_allclose(np.diff(planner.expected(6, slots)), [0.9] * 8, rtol=1e-6)
+    planner.record(3, slots, hopeless)  # on its way when the slot was given away
+    np.testing.assert_allclose(np.diff(planner.expected(5, slots)), [1.0, 0.01, 0.01, 0.01], rtol=1e-6)
+    planner.record(4, slots, sure)
+    np.testing.assert_allclose(np.diff(planner.expected(6, slots)), [0.9] * 4, rtol=1e-6)
 
 
 def test_drafts_that_do_not_exist_and_those_that_do_not_fit_are_not_verified() -> None:
@@ -111,7 +113,20 @@ def test_tokens_that_come_anyway_make_time_dearer() -> None:
     assert planner.budget(2, slots, seconds, rows=104) < planner.budget(2, slots, seconds, rows=4)
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 0), (4, 60), (32, 0)])
+def test_few_rows_average_their_blocks() -> None:
+    planner = VerificationPlanner(4, 1)
+    for step in range(10):
+        planner.record(step, np.arange(4), np.full((4, 1), step / 10))
+    for rows, blocks in ((1, range(4, 10)), (2, range(7, 10)), (3, range(8, 10)), (4, range(9, 10))):
+        expected = np.diff(planner.expected(11, np.arange(rows)))
+        np.testing.assert_allclose(expected, np.mean(blocks) / 10, rtol=1e-6)
+    young = VerificationPlanner(1, 1)
+    young.record(0, np.arange(1), np.full((1, 1), 0.4))
+    young.record(1, np.arange(1), np.full((1, 1), 0.8))
+    assert [float(young.expected(step, np.arange(1))[1]) for step in (1, 2, 3)] == pytest.approx([1.0, 0.4, 0.6])
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(4, 60), (32, 0)])
 def test_the_planner_is_the_papers_production_rule(rows: int, tokens: int) -> None:
     """Step by step, beside the simulator's own account of it, while requests come and go."""
     verify, draft = v4_flash_verify(), v4_flash_draft()

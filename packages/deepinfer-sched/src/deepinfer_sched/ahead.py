@@ -9,9 +9,9 @@ import numpy as np
 
 from deepinfer_sched.errors import SchedError
 
-BudgetFn = Callable[[int, np.ndarray, np.ndarray], int]
-"""Number of the step, slots int32 [R] of its decode rows, and int32 [R], the drafts that each may verify at most ->
-drafts that all of them verify together."""
+BudgetFn = Callable[[int, np.ndarray, np.ndarray, int], int]
+"""Number of the step, slots int32 [R] of its decode rows, int32 [R], the drafts that each may verify at most, and the drafts that
+the step's tokens have room for -> drafts that all of them verify together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class DraftsAhead:
 
     Attributes:
         width: drafts that the step makes for every row that samples; the row's next step may verify them. 0 for none.
-        budget: how many the step verifies, if its tokens have room for them.
+        budget: how many the step verifies; no more than it has room for.
     """
 
     width: int
@@ -45,13 +45,12 @@ class DraftsAhead:
         """The numbers of a step, for a plan.
 
         Args:
-            step, slots, most: see `BudgetFn`, which is not asked for a step without decode rows.
-            room: drafts that the step's tokens have room for.
+            step, slots, most, room: see `BudgetFn`, which is not asked for a step without decode rows.
 
         Raises:
             SchedError: a budget that the rows cannot verify.
         """
-        budget = self.budget(step, slots, most) if len(slots) else 0
+        budget = self.budget(step, slots, most, room) if len(slots) else 0
         if not 0 <= budget <= most.sum():
             raise SchedError(f"step {step}: a budget of {budget} drafts; its rows may verify 0 to {most.sum()}")
         return Ahead(min(budget, room), self.width)

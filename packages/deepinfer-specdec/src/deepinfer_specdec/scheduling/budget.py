@@ -45,26 +45,11 @@ class StepLoad:
         return curve.span(self.rows + self.other_tokens, most + 1) + self.draft_seconds
 
 
-def expected_tokens(
-    survivals: NDArray[np.floating], weights: NDArray[np.floating] | None = None
-) -> NDArray[np.float64]:
-    """float64 [n + 1]: expected accepted drafts when the best 0..n are verified.
-
-    Without weights, n is the number of positive survivals. With them (a forecast) n is the number of drafts they stand
-    for.
-    """
+def expected_tokens(survivals: NDArray[np.floating]) -> NDArray[np.float64]:
+    """float64 [n + 1]: expected accepted drafts when the best 0..n are verified, n the number of positive survivals."""
     flat = survivals.ravel()
-    if weights is None:
-        ranked = np.sort(flat[flat > 0.0])[::-1]
-        return np.concatenate([[0.0], np.cumsum(ranked, dtype=np.float64)])
-    spread = weights.ravel()
-    keep = (flat > 0.0) & (spread > 0.0)
-    flat, spread = flat[keep], spread[keep]
-    order = np.argsort(-flat, kind="stable")
-    flat, spread = flat[order].astype(np.float64), spread[order].astype(np.float64)
-    mass = np.concatenate([[0.0], np.cumsum(spread)])
-    tokens = np.concatenate([[0.0], np.cumsum(spread * flat)])
-    return np.interp(np.arange(round(mass[-1]) + 1), mass, tokens)
+    ranked = np.sort(flat[flat > 0.0])[::-1]
+    return np.concatenate([[0.0], np.cumsum(ranked, dtype=np.float64)])
 
 
 def best_budget(tokens: NDArray[np.float64], rows: int, seconds: NDArray[np.float64], edge: float = 0.0) -> int:

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer_specdec.scheduling.surcharge import GRID, Surcharge, Typical, lower_third
+from deepinfer_specdec.scheduling.surcharge import GRID, Surcharge, Typical, lower_third, nearest
 
 _OLD = (
     256  # steps after which a load's drafts are believed to be that dear no more: where they look dear nobody measures
@@ -67,15 +67,22 @@ class StepCosts:
     Where extra was not measured it is a guess, scaled by what the measured points of the same load say about it. The first
     guess is on the high side, so speculation starts with the surest drafts; later ones are hopeful (`Surcharge`). No monotone
     shape is forced on it: some larger steps are cheaper.
+
+    Args:
+        first_guess: share of what a row costs that a draft is taken to cost at first. 1 is on the high side: nothing is lost
+            by it where a few sure drafts are verified anyway and make prices known. Where verifying is cheap a high guess
+            is never found out: no draft looks worth it.
+        builds: whether the first step of a size in tokens builds kernels for it; if not, the first of a range of sizes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_guess: float = 1.0, *, builds: bool = True) -> None:
+        self._first_guess, self._builds = first_guess, builds
         self._ahead, self._alone = _Plain(), _Plain()
         self._plain_seen: dict[int, list[int]] = {}  # rows -> [plain measurements, step of the last one]
         self._unchecked: dict[int, int] = {}  # rows -> steps with drafts since a plain one like them
         self._step = 0
         self._extra: dict[int, Surcharge] = {}
-        self._sizes: set[int] = set()  # of the steps so far, in tokens
+        self._sizes: set[int] = set()  # that ran, see `_size`
         self._extra_seen: dict[int, tuple[int, int]] = {}  # load -> measurements, step of the last one
         self._host = Typical()
         self._kept: dict[
@@ -131,7 +138,7 @@ class StepCosts:
 
     def extra(self, rows: int, most: int) -> NDArray[np.float64]:
         """float64 [most + 1]: what 0..most drafts add to a step of `rows` sequences, seconds."""
-        guess = GRID * np.float64(self.alone(rows) / (rows + _PRIOR_ROWS))
+        guess = GRID * np.float64(self._first_guess * self.alone(rows) / (rows + _PRIOR_ROWS))
         load = load_of(rows)
         old = self._step - self._extra_seen.get(load, _NEVER)[1] > _OLD
         return self._extra.get(load, _NOTHING).line(guess, most, old)
@@ -167,7 +174,7 @@ class StepCosts:
     def observe_ahead(self, rows: int, seconds: float) -> None:
         """Take in a step of the loop that runs ahead, from the results before to its own. Times <= 0 are ignored."""
         if rows >= 1 and seconds > 0.0:
-            self._sizes.add(rows)
+            self._sizes.add(self._size(rows))
             self._see_plain(rows)
             self._ahead.add(rows, seconds)
 
@@ -179,19 +186,26 @@ class StepCosts:
         """
         if rows < 1 or not seconds > 0.0:
             return False
-        typical = rows + drafts in self._sizes
-        self._sizes.add(rows + drafts)
+        size = self._size(rows + drafts)
+        typical = size in self._sizes
+        self._sizes.add(size)
         if drafts == 0:
             self._see_plain(rows)
             self._alone.add(rows, seconds)
             return typical
-        self._step += 1
-        self._unchecked[rows] = self._unchecked.get(rows, 0) + 1
+        self.pass_drafts(rows)
         if self.known and typical:
             load = load_of(rows)
             self._extra_seen[load] = self._extra_seen.get(load, _NEVER)[0] + 1, self._step
-            self._extra.setdefault(load, Surcharge()).add(drafts, max(0.0, seconds - self.alone(rows)))
+            self._extra.setdefault(load, Surcharge(hopeful=not self._builds)).add(
+                drafts, max(0.0, seconds - self.alone(rows))
+            )
         return typical
+
+    def pass_drafts(self, rows: int) -> None:
+        """A step of `rows` sequences verified drafts: what plain ones take is known less well (`needs_plain`)."""
+        self._step += 1
+        self._unchecked[rows] = self._unchecked.get(rows, 0) + 1
 
     def observe_host(self, rows: int, seconds: float, step_seconds: float) -> None:
         """Take in the time from one step's end to the next one's start in the synchronous loop.
@@ -200,6 +214,9 @@ class StepCosts:
         """
         if 0.0 < seconds < step_seconds:
             self._host.add(load_of(rows), seconds)
+
+    def _size(self, tokens: int) -> int:
+        return tokens if self._builds else nearest(tokens)
 
     def _between(self, rows: int) -> bool:
         """Whether plain steps of fewer and of more sequences were measured, neither far from `rows`."""

@@ -49,9 +49,14 @@ class Surcharge:
     never is. So a point with fewer than three measurements, or none of late, is never dearer than its neighbours that are
     known better make it, or the guess where there are none. What this loses is bounded: three steps for each point of the
     grid, every 96.
+
+    Args:
+        hopeful: take the cheaper neighbour's word for what was not measured, instead of a line between both. A point that is dear
+            by a cliff (beyond the largest graph) says nothing of those before it. Costs a few steps more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, hopeful: bool = False) -> None:
+        self._hopeful = hopeful
         self._coarse = Typical()  # by place in the grid, scaled to the grid's own number
         self._exact = Typical()
         self._steps = 0
@@ -60,11 +65,11 @@ class Surcharge:
 
     def add(self, drafts: int, seconds: float) -> None:
         """Take in what `drafts` added to a step."""
-        place = _place(drafts)
+        place = nearest(drafts)
         self._steps += 1
         if self._steps - self._last.get(place, self._steps) > _OLD:
             self._coarse.forget(place)
-            for number in [number for number in self._exact.values if _place(number) == place]:
+            for number in [number for number in self._exact.values if nearest(number) == place]:
                 self._exact.forget(number)
         self._last[place] = self._steps
         self._coarse.add(place, seconds * float(GRID[place]) / drafts)
@@ -88,12 +93,20 @@ class Surcharge:
         return line
 
     def _ratios(self, places: NDArray[np.int64], guess: NDArray[np.float64], old: bool) -> NDArray[np.float64]:
-        """float64 [grid], measured over guessed: of the measured `places`, and linear between them."""
+        """float64 [grid], measured over guessed: of the measured `places`, and linear between them; when hopeful the lower
+        of the two neighbours', and below all of them the guess itself if that is less.
+        """
         ratios = np.array([self._coarse.values[place] for place in places.tolist()]) / guess[places]
         sure = np.array([not old and self._believed(place) for place in places.tolist()])
         most = np.interp(places, places[sure], ratios[sure]) if sure.any() else 1.0
         ratios = np.where(sure, ratios, np.minimum(ratios, most))
-        return np.interp(np.arange(GRID.size), places, ratios)
+        grid = np.arange(GRID.size)
+        if not self._hopeful:
+            return np.interp(grid, places, ratios)
+        after = np.searchsorted(places, grid)
+        above = np.append(ratios, ratios[-1])[after]
+        below = np.append(min(1.0, ratios[0]), ratios)[np.where(np.isin(grid, places), after + 1, after)]
+        return np.where(np.isin(grid, places), below, np.minimum(above, below))
 
     def _believed(self, place: int) -> bool:
         """Whether a place of the grid was measured often enough, and not too long ago."""
@@ -104,7 +117,7 @@ class Surcharge:
             known = [
                 number
                 for number in self._exact.values
-                if self._exact.count(number) >= _ENOUGH and self._believed(_place(number))
+                if self._exact.count(number) >= _ENOUGH and self._believed(nearest(number))
             ]
             self._kinks = (
                 np.array(known, np.int64),
@@ -114,7 +127,7 @@ class Surcharge:
         return self._kinks
 
 
-def _place(drafts: int) -> int:
+def nearest(drafts: int) -> int:
     """Where in the grid a number of drafts belongs."""
     return bisect_right(_BETWEEN, drafts)
 

@@ -19,6 +19,7 @@ from deepinfer_specdec.scheduling.budget import (
 )
 from deepinfer_specdec.scheduling.choice import choose
 from deepinfer_specdec.scheduling.cost import CostCurve
+from deepinfer_specdec.scheduling.costs import StepCosts
 from deepinfer_specdec.scheduling.planner import VerificationPlanner
 
 # DeepSeek-V4-Flash-0731, TP4 on B300, 8192 tokens of context; digitised from figure 2 of the vLLM blog of 2026-08-14.
@@ -165,6 +166,24 @@ def planned(verify: CostCurve, draft: CostCurve, rows: int, width: int) -> Simul
         budget = planner.budget(step + 1, slots, verify.span(rows, rows * width + 1) + drafting)
         survivals = block.survivals()
         planner.record(step, slots, survivals)
+        return Decision(drafting, admit(survivals, block.counts, budget))
+
+    return decide
+
+
+def learned(verify: CostCurve, draft: CostCurve, rows: int, width: int) -> Simulated:
+    """`planned` with prices that are not known but learned from the steps themselves, as the native engine's loop ahead does."""
+    planner, slots, costs = VerificationPlanner(rows, width, 0.02), np.arange(rows), StepCosts(0.25, builds=False)
+
+    def decide(step: int, block: Draft, replaced: NDArray[np.bool_]) -> Decision:
+        for slot in np.flatnonzero(replaced).tolist():
+            planner.begin(slot, step)
+        drafting = float(draft.seconds(rows))
+        prices = costs.alone(rows) + costs.extra(rows, rows * width)
+        budget = planner.budget(step + 1, slots, prices) if costs.known else 0
+        survivals = block.survivals()
+        planner.record(step, slots, survivals)
+        costs.observe(rows, budget, float(verify.seconds(rows + budget)) + drafting)
         return Decision(drafting, admit(survivals, block.counts, budget))
 
     return decide

@@ -1,8 +1,8 @@
 """Which steps verify drafts ahead of the host, how many, and what is learned when their results come.
 
 A step verifies the block that the step before drafts, so it is planned while that block is not there. How many drafts it
-verifies is settled by blocks at least two steps old: neither the block that it verifies, nor the one whose outcome is not known
-yet, has a say. Which ones is settled on the device, by the block's own confidences (`ahead_rows.share_drafts`).
+verifies is settled by blocks at least two steps old: the block that it verifies has no say. Which ones is settled on the
+device, by the block's own confidences (`ahead_rows.share_drafts`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LAG = 2  # steps between the block that a budget looks at last, and the step it is for
 
+_FIRST_GUESS = 0.25  # of a row's cost: what a draft costs before any was verified, where steps are bound by memory
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
 
 
@@ -36,14 +37,18 @@ class AheadDrafts:
         drafter: learns its calibration from the blocks.
         scheduler: of the engine.
         edge: share that a step with drafts must promise over one without.
+        builds: whether kernels are built for every size of a step, as on a CPU.
 
     Attributes:
-        costs: of steps that draft, whatever they verify, and of plain ones, in the loop that runs ahead.
+        plain: what steps take in this loop that neither draft nor verify.
+        costs: what those take that draft, whatever they verify. A step without verified drafts is one of them, dearer than a
+            plain one.
     """
 
-    def __init__(self, drafter: DSparkDrafter, scheduler: Scheduler, edge: float) -> None:
+    def __init__(self, drafter: DSparkDrafter, scheduler: Scheduler, edge: float, *, builds: bool) -> None:
         self._drafter, self._scheduler = drafter, scheduler
-        self.costs = StepCosts()
+        self.plain = StepCosts()
+        self.costs = StepCosts(1.0 if builds else _FIRST_GUESS, builds=builds)
         slots = scheduler.config.max_running
         self._planner = VerificationPlanner(slots, drafter.max_draft, edge, LAG)
         self._of = np.full(slots, -1, np.int64)  # the sequence that the planner's blocks of a slot belong to
@@ -68,13 +73,13 @@ class AheadDrafts:
         if plain and self._plain <= self._applied:
             return DraftsAhead(0, self._none)
 
-        def budget(step: int, slots: np.ndarray, most: np.ndarray) -> int:
+        def budget(step: int, slots: np.ndarray, most: np.ndarray, room: int) -> int:
             if fixed is not None:
                 return int(np.minimum(most, fixed).sum())
             if not most.any() or not self.costs.known:
                 return 0
             self._meet(slots)
-            return self._planner.budget(step, slots, self.seconds(len(slots)), counts=most)
+            return self._planner.budget(step, slots, self.seconds(len(slots))[: max(0, room) + 1], counts=most)
 
         return DraftsAhead(self._drafter.max_draft, budget)
 
@@ -96,9 +101,10 @@ class AheadDrafts:
         """
         drafts = int(result.verified.sum())
         self.costs.observe(rows, drafts, seconds)
+        self.plain.pass_drafts(rows)
         if switch is not None:
             expected = float(self.seconds(rows)[drafts])
-            without = (rows + saved) * self.costs.ahead(rows) / rows
+            without = (rows + saved) * self.plain.ahead(rows) / rows
             switch.measure(without, min(seconds, _OUTLIER * expected))
 
     def landed(self, result: StepResult, following: Following, answers: Mapping[int, Answer]) -> None:
@@ -117,7 +123,7 @@ class AheadDrafts:
         self._meet(slots)
         self._planner.record(plan.step, slots, self._drafter.calibration.scaling.survival(drafted.confidence[live]))
 
-    def _none(self, step: int, _slots: np.ndarray, _most: np.ndarray) -> int:
+    def _none(self, step: int, _slots: np.ndarray, _most: np.ndarray, _room: int) -> int:
         self._plain = step
         return 0
 

@@ -45,7 +45,7 @@ def make_speculation(
     ahead = None
     if options.async_scheduling and can_run_ahead(runner.model):
         runner.ahead = AheadSteps(runner, sampler.table, lambda: drafter.calibration.scaling)
-        ahead = AheadDrafts(drafter, scheduler, EDGE)
+        ahead = AheadDrafts(drafter, scheduler, EDGE, builds=runner.model.options.device == "cpu")
     return Speculation(drafter, scheduler, runner, reason, trial=True, ahead=ahead)
 
 
