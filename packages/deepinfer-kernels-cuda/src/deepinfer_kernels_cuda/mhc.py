@@ -206,15 +206,22 @@ _TEAM = 16  # blocks that share rows in `cuda/mhc.cu`
 _ROW_TOKENS = range(1, 1 << 30)  # where it is faster than Triton's kernels (H200)
 
 
+_PIECES, _PAIRS, _DEFINES = 1, False, ()
+
+
 @functools.lru_cache(maxsize=8)
 def _row_kernel(groups: int) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
-    warps, row = 12 if groups >= 8 else groups, 64 * groups
-    rows = 4 * (8 * row + 256)
-    sums = 2 * groups * 8 * 28 * 4 + 32 * 17 * 4
-    shared = groups * 12288 + warps * 2 * 2560 + rows + row + 4 * 8 * 96 + sums + 8 * (2 * 4 + 2 * 8 + 2 + groups + 1)
+    pieces = _PIECES
+    warps, row, ring, items, parts = 12 if groups >= 8 else groups, 64 * groups, 3 + pieces + (pieces == 3), groups // pieces, 1 + pieces
+    for each in _DEFINES:
+        ring = int(each[6:]) if each.startswith("RINGS=") else ring
+        warps = int(each[6:]) if each.startswith("WARPS=") and groups >= 8 else warps
+    rows = ring * (8 * row + 256)
+    sums = parts * items * 8 * 28 * 4 + 32 * 17 * 4
+    shared = groups * 12288 + warps * 2 * 2560 + rows + row + ring * 8 * 96 + sums + 8 * (2 * ring + 2 * 8 + parts + items + 1)
     return NativeKernel("mhc.cu", "mhc_step", "P" * 15 + "iifff", threads=32 * (warps + 4), shared=shared,
-                        defines=(f"GROUPS={groups}", f"SHARED={shared}"))  # fmt: skip
+                        defines=(f"GROUPS={groups}", f"SHARED={shared}", f"PIECES={pieces}", *(x for x in _DEFINES if groups >= 8 or x[:6] != "WARPS=")))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
@@ -269,9 +276,10 @@ def _whole_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, 
     mail = _mail(device, torch.cuda.current_stream(device).cuda_stream, teams)
     packed = _cached(fn, "lanes", lane_projection)
     tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, mail)
+    run = min(teams, -(-t // 8))
     _row_kernel(groups)(
-        (min(teams, -(-t // 8)) * _TEAM, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps,
-        norm_eps, device=device,
+        (run * _TEAM, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
+        cluster=2 if _PAIRS and run % 2 == 0 else 1,
     )  # fmt: skip
     return MhcStep(new, mix, x)
 
