@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_same_device
 from .errors import ArgumentError
+from .mailboxes import mailbox
 from .native import NativeError, NativeKernel, native_reason
 from .overlap import overlap, overlaps
 
@@ -213,13 +214,27 @@ _PIECES, _PAIRS, _DEFINES = 1, False, ()
 def _row_kernel(groups: int) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
     pieces = _PIECES
-    warps, row, ring, items, parts = 12 if groups >= 8 else groups, 64 * groups, 3 + pieces + (pieces == 3), groups // pieces, 1 + pieces
+    warps, row, ring, items, parts = (
+        12 if groups >= 8 else groups,
+        64 * groups,
+        3 + pieces + (pieces == 3),
+        groups // pieces,
+        1 + pieces,
+    )
     for each in _DEFINES:
         ring = int(each[6:]) if each.startswith("RINGS=") else ring
         warps = int(each[6:]) if each.startswith("WARPS=") and groups >= 8 else warps
     rows = ring * (8 * row + 256)
     sums = parts * items * 8 * 28 * 4 + 32 * 17 * 4
-    shared = groups * 12288 + warps * 2 * 2560 + rows + row + ring * 8 * 96 + sums + 8 * (2 * ring + 2 * 8 + parts + items + 1)
+    shared = (
+        groups * 12288
+        + warps * 2 * 2560
+        + rows
+        + row
+        + ring * 8 * 96
+        + sums
+        + 8 * (2 * ring + 2 * 8 + parts + items + 1)
+    )
     return NativeKernel("mhc.cu", "mhc_step", "P" * 15 + "iifff", threads=32 * (warps + 4), shared=shared,
                         defines=(f"GROUPS={groups}", f"SHARED={shared}", f"PIECES={pieces}", *(x for x in _DEFINES if groups >= 8 or x[:6] != "WARPS=")))  # fmt: skip
 
@@ -239,16 +254,6 @@ def _teams(device: torch.device, groups: int) -> int:
     except NativeError as failure:
         _LOG.warning("hyper-connections of %d channels take the Triton kernels: %s", 512 * groups, failure)
         return 0
-
-
-@functools.cache  # never dropped: a graph keeps the address
-def _mail(device: torch.device, stream: int, teams: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
-    """Where blocks leave each other messages, zeros at first: 64 words that count tiles, and a team's words.
-
-    One for each stream, whose launches follow each other. A graph keeps those of the stream that it was captured on: graphs
-    captured on one stream must not be replayed at the same time, and the first call on a stream must not be a captured one.
-    """
-    return torch.zeros(64 + teams * 16 * 8 * _TEAM * 33, dtype=torch.int64, device=device)
 
 
 def _whole(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles: tuple[torch.Tensor, ...]) -> bool:
@@ -273,7 +278,8 @@ def _whole_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, 
     new, x = torch.empty_like(streams), streams.new_empty(t, d)
     mix = HyperMix(*(torch.empty(t, *shape, dtype=torch.float32, device=device) for shape in ((s,), (s,), (s, s))))
     teams = _teams(device, groups)
-    mail = _mail(device, torch.cuda.current_stream(device).cuda_stream, teams)
+    # 64 words that count tiles, then those of each team.
+    mail = mailbox("mhc_step", device, 64 + teams * 16 * 8 * _TEAM * 33, dtype=torch.int64, empty=0)
     packed = _cached(fn, "lanes", lane_projection)
     tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, mail)
     run = min(teams, -(-t // 8))
