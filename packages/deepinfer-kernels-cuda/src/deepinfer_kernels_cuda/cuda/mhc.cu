@@ -19,17 +19,20 @@
 #ifndef PIECES
 #define PIECES 1  // of 32 channels, that a warp updates at a time
 #endif
-#ifndef HINT
-#define HINT 0
+#ifndef LOADS
+#define LOADS 0
+#endif
+#ifndef XKEEP
+#define XKEEP 0
+#endif
+#ifndef DEEP
+#define DEEP 1
 #endif
 #ifndef EARLY
 #define EARLY 0
 #endif
 #ifndef LASTNAP
-#define LASTNAP 200
-#endif
-#ifndef LAGGED
-#define LAGGED 0
+#define LASTNAP 20
 #endif
 #ifdef READINGS
 #define MARK(k) { const u32 now_ = clock(); took[k] += now_ - last; last = now_; }
@@ -216,10 +219,8 @@ constexpr u32 BYTES = BARRIERS_AT + 8 * ALL_BARRIERS;
 static_assert(BYTES == SHARED, "shared memory that is asked for");
 #endif
 
-__device__ __forceinline__ void copy_16(u32 target, const void* source) {
-#if HINT == 1 || HINT == 2 || HINT == 4
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+__device__ __forceinline__ void copy_16(u32 target, const void* source, u64 policy) {
+#if LOADS
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "l"(policy) : "memory");
 #else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
@@ -232,14 +233,13 @@ __device__ __forceinline__ void copy_wait() {
 }
 // Written once: it leaves the second-level cache first.
 __device__ __forceinline__ void store_16(void* target, uint4 v) {
-#if HINT == 2 || HINT == 3
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#elif HINT == 4
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(policy) : "memory");
-#else
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ void store_row(void* target, uint4 v) {
+#if XKEEP
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#else
+    store_16(target, v);
 #endif
 }
 
@@ -289,6 +289,13 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
     const u32 column = rank * ROW + quad * 16, slots = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT;
     Item item{warp / ITEMS, warp % ITEMS}, next = item;
     u32 slot = 0;
+    u64 policy = 0;
+#if LOADS == 1
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#elif LOADS == 2
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    if (warp & 1) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
     // One piece: a thread reads only what it brought itself. Two: eight threads bring 128 bytes of a row, of odd tokens the halves
     // exchanged.
     const auto bring = [&](u32 to) {
@@ -299,9 +306,9 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
                 const u64 token = min(tiles.token(next.n) + row, tiles.tokens - 1);
                 const u64 at = rank * ROW + (PIECES == 1 ? quad : lane & 7) * 16 + next.group * (PIECES * 64);
                 const u32 own = PIECES == 1 ? lane * 16 : 512 * piece + ((lane ^ (lane >> 1 & 4)) * 16);
-                copy_16(to + own, output + token * WIDTH + at);
+                copy_16(to + own, output + token * WIDTH + at, policy);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) copy_16(to + own + PIECES * 512 * (1 + i), streams + (4 * token + i) * WIDTH + at);
+                for (int i = 0; i < 4; ++i) copy_16(to + own + PIECES * 512 * (1 + i), streams + (4 * token + i) * WIDTH + at, policy);
             }
         }
         copy_commit();
@@ -403,7 +410,7 @@ __device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tile
 // Where blocks that share rows leave messages, in global memory: [MESSAGES][RANKS][TOKENS] squares of rows, then
 // [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + TURNS tiles
 // before; who sent those had read the squares of 2 (RING + TURNS) tiles before and the sums of RING + TURNS + LAG tiles before.
-static_assert(MESSAGES >= 2 * (RING + TURNS) && MESSAGES >= RING + TURNS + LAG, "messages are read before they are written over");
+static_assert(MESSAGES >= 2 * (RING + 2 * TURNS) && MESSAGES >= RING + 2 * TURNS + LAG, "messages are read before they are written over");
 struct Mail {
     u64* at;
     u32 epoch;  // of the launch: its tiles' tags follow
@@ -451,15 +458,10 @@ __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tile
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int item = lane + 32 * i, token = item / 7, piece = item % 7;
-            if (item < TOKENS * 7 && piece == 6) post_word(mail.squares(n, rank, token), tagged(sums[i].y, tag));
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int item = lane + 32 * i, token = item / 7, piece = item % 7;
             if (item < TOKENS * 7) {
                 u64* to = mail.sums(n, rank, token) + piece * 4;
                 post_words(to, tagged(sums[i].x, tag), tagged(sums[i].y, tag));
-                post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
+                if (piece < 6) post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
             }
         }
         MARK(2)
@@ -484,12 +486,12 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
         const int mine = int(rank) - TOKENS * (n & 1);
         const bool own = mine >= 0 && mine < tiles.here(n);
         MARK(0)
-        const int seen = LAGGED ? min(n + 1, tiles.count - 1) : n;  // by then others' sums have likely come
+        const int seen = min(n + 1, tiles.count - 1);  // by then others' sums have likely come
         barrier_wait(bars.done(seen), seen / LAG & 1);
         MARK(1)
         STAMP(12)
         if (own) {
-            const u64* from = mail.sums(n, 0, mine) + min(lane, int(SUMS) - 1);
+            const u64* from = mail.sums(n, 0, mine) + min(lane, 24);
             float sum;
             while (true) {
                 bool missing = false;
@@ -544,34 +546,40 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
 __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int turn, u8* x,
                                           float norm_eps, const u64* mail_at) {
     constexpr int CHUNKS = 4 * GROUPS;  // of 16 bytes of a row
-    uint4 weights[GROUPS / 2];
-    u32 from[GROUPS / 2], to[GROUPS / 2];
     BEGIN_READINGS
     barrier_wait(bars.constants(ITEMS), 0);
-#pragma unroll
-    for (int k = 0; k < GROUPS / 2; ++k) {
-        const int item = 32 * k + lane;
-        weights[k] = load_shared4(shared + WEIGHT_AT + item % CHUNKS * 16);
-        from[k] = shared + ROW_AT + row_of(item / CHUNKS) + item % CHUNKS * 16;
-        to[k] = item / CHUNKS * u32(WIDTH) + item % CHUNKS * 16;
-    }
-#pragma unroll 1
-    for (int n = turn; n < tiles.count; n += TURNS) {
+    // A tile's rows into registers, and their squares to all blocks.
+    const auto take = [&](int n, uint4 (&values)[2][GROUPS / 2]) {
         MARK(0)
         barrier_wait(bars.done(n), n / LAG & 1);
         MARK(1)
         STAMP(12)
-        uint4 values[2][GROUPS / 2];
+        int own = lane;
+        asm volatile("" : "+r"(own));  // addresses are made here, not kept
+        const u32 part = shared + PART_AT + n % PARTS * PART + ((lane >> 2) * SUMS + 25) * 4;
+        float square = 0;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int k = 0; k < ITEMS; k += 4)
+            if (k + 4 <= ITEMS || k + (lane & 3) < ITEMS) square += load_float(part + (k + (lane & 3)) * 8 * SUMS * 4);
 #pragma unroll
-            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + n % RING * ROW_SLOT);
+        for (int k = 0; k < GROUPS / 2; ++k) {
+            const int token = (32 * k + own) / CHUNKS, chunk = (32 * k + own) % CHUNKS;
+            const u32 from = shared + ROW_AT + n % RING * ROW_SLOT + row_of(token) + chunk * 16;
+            values[0][k] = load_shared4(from), values[1][k] = load_shared4(from + ROW_SLOT / 2);
+        }
+        square += __shfl_xor_sync(~0u, square, 1);
+        square += __shfl_xor_sync(~0u, square, 2);
+        if ((lane & 3) == 0) post_word(mail.squares(n, rank, lane >> 2), tagged(square, mail.tag(n)));
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.normalised(n));
+        if (lane == 0) barrier_arrive(bars.normalised(n)), barrier_arrive(bars.summed(n));
+        MARK(4)
+    };
+    const auto give = [&](int n, const uint4 (&values)[2][GROUPS / 2]) {
+        int own = lane;
+        asm volatile("" : "+r"(own));
         // Of each half of the tokens a thread reads two squares.
         const u64* at = mail.squares(n, lane & 7, lane >> 3);
         float square[2];
-        if (LAGGED && n + TURNS < tiles.count) __nanosleep(LAGGED);
         while (true) {
             bool missing = false;
 #pragma unroll
@@ -595,18 +603,39 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
             const int here = tiles.here(n) - half * (TOKENS / 2);
 #pragma unroll
             for (int k = 0; k < GROUPS / 2; ++k) {
-                const int of = (32 * k + lane) / CHUNKS;
+                const int of = (32 * k + own) / CHUNKS, chunk = (32 * k + own) % CHUNKS;
                 const float f = __shfl_sync(~0u, factor, 8 * of);
-                const uint4 v = values[half][k], w = weights[k];
+                const uint4 v = values[half][k], w = load_shared4(shared + WEIGHT_AT + chunk * 16);
                 const auto scaled = [f](u32 a, u32 b) {
                     return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
                 };
                 const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
-                if (of < here) store_16(target + to[k], out);
+                if (of < here) store_row(target + of * u32(WIDTH) + chunk * 16, out);
             }
         }
         MARK(3)
+    };
+#if DEEP
+    // A warp has two tiles: while squares of one come it takes the rows of the next.
+    uint4 values[2][GROUPS / 2], later[2][GROUPS / 2];
+    if (turn < tiles.count) take(turn, later);
+#pragma unroll 1
+    for (int n = turn; n < tiles.count; n += TURNS) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = later[half][k];
+        if (n + TURNS < tiles.count) take(n + TURNS, later);
+        give(n, values);
     }
+#else
+    uint4 values[2][GROUPS / 2];
+#pragma unroll 1
+    for (int n = turn; n < tiles.count; n += TURNS) {
+        take(n, values);
+        give(n, values);
+    }
+#endif
     STAMP(14)
     END_READINGS(12 + turn)
 }
@@ -627,7 +656,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Tiles tiles{team, teams, (all - team + teams - 1) / teams, tokens};
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? ITEMS : 1);
+        for (int k = 0; k < ALL_BARRIERS; ++k)
+            barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? ITEMS : k >= 2 * RING + 2 * LAG && k < 2 * RING + 2 * LAG + PARTS ? 2 : 1);
         fence_barriers();
         fence_async_shared();
     }
