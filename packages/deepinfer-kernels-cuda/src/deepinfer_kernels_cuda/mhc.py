@@ -207,41 +207,20 @@ _TEAM = 16  # blocks that share rows in `cuda/mhc.cu`
 _ROW_TOKENS = range(1, 1 << 30)  # where it is faster than Triton's kernels (H200)
 
 
-_PIECES, _PAIRS, _DEFINES = 1, False, ()
-
-
 @functools.lru_cache(maxsize=8)
 def _row_kernel(groups: int) -> NativeKernel:
     """The kernel for 512 `groups` channels; shared memory as `cuda/mhc.cu` lays it out."""
-    pieces = _PIECES
-    warps, row, ring, items, parts = (
-        12 if groups >= 8 else groups,
-        64 * groups,
-        3 + pieces + (pieces == 3),
-        groups // pieces,
-        1 + pieces,
-    )
-    for each in _DEFINES:
-        ring = int(each[6:]) if each.startswith("RINGS=") else ring
-        warps = int(each[6:]) if each.startswith("WARPS=") and groups >= 8 else warps
-    rows = ring * (8 * row + 256)
-    sums = parts * items * 8 * 28 * 4 + 32 * 17 * 4
-    shared = (
-        groups * 12288
-        + warps * 2 * 2560
-        + rows
-        + row
-        + ring * 8 * 96
-        + sums
-        + 8 * (2 * ring + 2 * 8 + parts + items + 1)
-    )
+    warps, row = 12 if groups >= 8 else groups, 64 * groups
+    rows = 4 * (8 * row + 256)
+    sums = 2 * groups * 8 * 28 * 4 + 32 * 17 * 4
+    shared = groups * 12288 + warps * 2 * 2560 + rows + row + 4 * 8 * 96 + sums + 8 * (2 * 4 + 2 * 8 + 2 + groups + 1)
     return NativeKernel("mhc.cu", "mhc_step", "P" * 15 + "iifff", threads=32 * (warps + 4), shared=shared,
-                        defines=(f"GROUPS={groups}", f"SHARED={shared}", f"PIECES={pieces}", *(x for x in _DEFINES if groups >= 8 or x[:6] != "WARPS=")))  # fmt: skip
+                        defines=(f"GROUPS={groups}", f"SHARED={shared}"))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
 def _teams(device: torch.device, groups: int) -> int:
-    """How many teams of blocks the device holds at once; 0 where the kernel cannot run.
+    """How many teams of blocks the device holds at once, in pairs or not; 0 where the kernel cannot run.
 
     A team's blocks wait for each other and for nobody else. The device begins a launch's blocks in order, as far as is known, so
     a team that waits has all its blocks on the device or next in line, unless other launches of this kernel wait in the same way:
@@ -250,7 +229,8 @@ def _teams(device: torch.device, groups: int) -> int:
     if device_arch(device) != 90 or native_reason() is not None:
         return 0
     try:
-        return _row_kernel(groups).resident(device) // _TEAM
+        kernel = _row_kernel(groups)
+        return min(kernel.resident(device), 2 * kernel.clusters(device, 2)) // _TEAM
     except NativeError as failure:
         _LOG.warning("hyper-connections of %d channels take the Triton kernels: %s", 512 * groups, failure)
         return 0
@@ -282,10 +262,10 @@ def _whole_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, 
     mail = mailbox("mhc_step", device, 64 + teams * 16 * 8 * _TEAM * 33, dtype=torch.int64, empty=0)
     packed = _cached(fn, "lanes", lane_projection)
     tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, mail)
-    run = min(teams, -(-t // 8))
+    run = min(teams, -(-t // 8))  # an even number of teams in pairs, which share what they read of the projection
     _row_kernel(groups)(
         (run * _TEAM, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
-        cluster=2 if _PAIRS and run % 2 == 0 else 1,
+        cluster=2 - run % 2,
     )  # fmt: skip
     return MhcStep(new, mix, x)
 

@@ -6,8 +6,9 @@
 // from registers; they are the right operand of the matrix unit in between (channels in an order that makes a thread's share of a
 // row 16 bytes). What needs whole rows (square sums, projections) crosses the blocks as one message a block and tile.
 //
-// Warps: WARPS that compute; two that normalise, each every other tile; one that finishes mixes; one that sends the sums and loads
-// mixes.
+// Warps: WARPS that compute; two that normalise, each every other tile and two tiles at a time; one that finishes mixes; one that
+// sends the sums and loads mixes. What crosses the blocks takes longer than a tile, so nobody waits for the answer about a tile before
+// the next is taken up.
 #include "hopper.cuh"
 
 #ifndef GROUPS
@@ -15,35 +16,6 @@
 #endif
 #ifndef WARPS
 #define WARPS (GROUPS >= 8 ? 12 : GROUPS)
-#endif
-#ifndef PIECES
-#define PIECES 1  // of 32 channels, that a warp updates at a time
-#endif
-#ifndef LOADS
-#define LOADS 0
-#endif
-#ifndef XKEEP
-#define XKEEP 0
-#endif
-#ifndef DEEP
-#define DEEP 1
-#endif
-#ifndef EARLY
-#define EARLY 0
-#endif
-#ifndef LASTNAP
-#define LASTNAP 20
-#endif
-#ifdef READINGS
-#define MARK(k) { const u32 now_ = clock(); took[k] += now_ - last; last = now_; }
-#define STAMP(k) { asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(took[k])); }
-#define BEGIN_READINGS u32 took[16] = {}, last = clock();
-#define END_READINGS(w) if (lane == 0) { u32* log_ = *reinterpret_cast<u32* const*>(mail_at + 32) + (blockIdx.x * 16 + (w)) * 16; for (int k_ = 0; k_ < 16; ++k_) log_[k_] = took[k_]; }
-#else
-#define MARK(k)
-#define STAMP(k)
-#define BEGIN_READINGS
-#define END_READINGS(w)
 #endif
 
 
@@ -186,13 +158,9 @@ __device__ __forceinline__ void finish_token(u32 from, int iterations, float eps
         }
 }
 
-#ifndef RINGS
-#define RINGS (PIECES == 2 ? 5 : 4)
-#endif
-constexpr int RANKS = 16, TOKENS = 8, SLOTS = 2 / PIECES, RING = RINGS, LAG = 8, MESSAGES = 16;
-constexpr int ITEMS = GROUPS / PIECES;  // of a tile
-constexpr int PARTS = 1 + PIECES;       // tiles whose sums the warps leave at once
+constexpr int RANKS = 16, TOKENS = 8, SLOTS = 2, RING = 4, LAG = 8, MESSAGES = 16;
 constexpr int TURNS = 2;  // warps that normalise, each every other tile
+constexpr int MANY = 1024;  // tokens from which the next kernel is let in early
 constexpr int THREADS = 32 * (WARPS + 4);
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
@@ -200,8 +168,8 @@ constexpr u64 WIDTH = u64(RANKS) * ROW;                      // of a row
 // Where a token's part of the row lies: the second of two in other banks than the first.
 __device__ constexpr u32 row_of(int token) { return (token >> 1) * (2 * ROW + 64) + (token & 1) * (ROW + 64); }
 constexpr u32 ROW_SLOT = TOKENS / 2 * (2 * ROW + 64);
-constexpr u32 STREAM_SLOT = PIECES * 5 * 512;                // of a warp: 16 bytes a thread of the output and four streams
-constexpr u32 PART = ITEMS * 8 * SUMS * 4;
+constexpr u32 STREAM_SLOT = 5 * 512;                         // of a warp: 16 bytes a thread of the output and four streams
+constexpr u32 PART = GROUPS * 8 * SUMS * 4;
 constexpr u32 MIX = TOKENS * 96;                             // of a tile: comb, post, pre
 
 constexpr u32 FN_AT = 0;
@@ -209,22 +177,18 @@ constexpr u32 STREAM_AT = FN_AT + GROUPS * FN_GROUP;
 constexpr u32 ROW_AT = STREAM_AT + WARPS * SLOTS * STREAM_SLOT;
 constexpr u32 WEIGHT_AT = ROW_AT + RING * ROW_SLOT;
 constexpr u32 MIX_AT = WEIGHT_AT + ROW;
-constexpr u32 PART_AT = MIX_AT + RING * MIX;                 // [PARTS][ITEMS][8][SUMS]
+constexpr u32 PART_AT = MIX_AT + RING * MIX;                 // [2][GROUPS][8][SUMS]
 constexpr u32 KEPT = 17;                                     // words of a token whose matrix is not made yet: it, which token
-constexpr u32 KEPT_AT = PART_AT + PARTS * PART;                  // [32][KEPT]
+constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
 constexpr u32 BARRIERS_AT = KEPT_AT + 32 * KEPT * 4;
-constexpr int ALL_BARRIERS = 2 * RING + 2 * LAG + PARTS + ITEMS + 1;
+constexpr int ALL_BARRIERS = 2 * RING + 2 * LAG + 2 + GROUPS + 1;
 constexpr u32 BYTES = BARRIERS_AT + 8 * ALL_BARRIERS;
 #ifdef SHARED
 static_assert(BYTES == SHARED, "shared memory that is asked for");
 #endif
 
-__device__ __forceinline__ void copy_16(u32 target, const void* source, u64 policy) {
-#if LOADS
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "l"(policy) : "memory");
-#else
+__device__ __forceinline__ void copy_16(u32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
-#endif
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
@@ -234,13 +198,6 @@ __device__ __forceinline__ void copy_wait() {
 // Written once: it leaves the second-level cache first.
 __device__ __forceinline__ void store_16(void* target, uint4 v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-__device__ __forceinline__ void store_row(void* target, uint4 v) {
-#if XKEEP
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#else
-    store_16(target, v);
-#endif
 }
 
 // The same bytes to both blocks of a pair.
@@ -256,8 +213,8 @@ struct Barriers {
     __device__ u32 normalised(int n) const { return base + 8 * (RING + n % RING); }    // its rows have left
     __device__ u32 done(int n) const { return base + 8 * (2 * RING + n % LAG); }       // it is updated, its sums are there
     __device__ u32 mixed(int n) const { return base + 8 * (2 * RING + LAG + n % LAG); }  // its sums have come and were read
-    __device__ u32 summed(int n) const { return base + 8 * (2 * RING + 2 * LAG + n % PARTS); }  // the warps' sums were read
-    __device__ u32 constants(int k) const { return base + 8 * (2 * RING + 2 * LAG + PARTS + k); }  // an item's projection; at ITEMS the weight
+    __device__ u32 summed(int n) const { return base + 8 * (2 * RING + 2 * LAG + n % 2); }  // the warps' sums were read
+    __device__ u32 constants(int k) const { return base + 8 * (2 * RING + 2 * LAG + 2 + k); }  // a warp's projection; at GROUPS the weight
 };
 
 struct Tiles {
@@ -266,87 +223,49 @@ struct Tiles {
     __device__ int here(int n) const { return min(TOKENS, tokens - token(n)); }
 };
 
-// What a warp updates: 32 PIECES channels of a tile. A warp's next is WARPS further.
+// What a warp updates: 32 channels of a tile. A warp's next is WARPS further.
 struct Item {
     int n, group;
     __device__ void advance() {
-        n += WARPS / ITEMS, group += WARPS % ITEMS;
-        if (WARPS % ITEMS && group >= ITEMS) group -= ITEMS, ++n;
+        n += WARPS / GROUPS, group += WARPS % GROUPS;
+        if (WARPS % GROUPS && group >= GROUPS) group -= GROUPS, ++n;
     }
 };
 
-__device__ __forceinline__ uint4 choose(bool first, uint4 a, uint4 b) {
-    return make_uint4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
-}
-__device__ __forceinline__ uint4 exchange(uint4 v, int mask) {
-    return make_uint4(__shfl_xor_sync(~0u, v.x, mask), __shfl_xor_sync(~0u, v.y, mask), __shfl_xor_sync(~0u, v.z, mask),
-                      __shfl_xor_sync(~0u, v.w, mask));
-}
-
 __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars, Tiles tiles, int warp, int lane, u32 rank,
-                                        const u8* streams, const u8* output, u8* new_streams, const u64* mail_at) {
-    const int of = lane >> 2, quad = lane & 3, odd = of & 1;
-    const u32 column = rank * ROW + quad * 16, slots = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT;
-    Item item{warp / ITEMS, warp % ITEMS}, next = item;
+                                        const u8* streams, const u8* output, u8* new_streams) {
+    const int of = lane >> 2, quad = lane & 3;
+    const u32 column = rank * ROW + quad * 16, own = shared + STREAM_AT + warp * SLOTS * STREAM_SLOT + lane * 16;
+    Item item{warp / GROUPS, warp % GROUPS}, next = item;
     u32 slot = 0;
-    u64 policy = 0;
-#if LOADS == 1
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#elif LOADS == 2
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    if (warp & 1) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#endif
-    // One piece: a thread reads only what it brought itself. Two: eight threads bring 128 bytes of a row, of odd tokens the halves
-    // exchanged.
+    // A thread reads only what it brought itself.
     const auto bring = [&](u32 to) {
         if (next.n < tiles.count) {
+            const u64 token = min(tiles.token(next.n) + of, tiles.tokens - 1), at = column + next.group * 64;
+            copy_16(to, output + token * WIDTH + at);
 #pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece) {
-                const int row = PIECES == 1 ? of : 4 * piece + (lane >> 3);
-                const u64 token = min(tiles.token(next.n) + row, tiles.tokens - 1);
-                const u64 at = rank * ROW + (PIECES == 1 ? quad : lane & 7) * 16 + next.group * (PIECES * 64);
-                const u32 own = PIECES == 1 ? lane * 16 : 512 * piece + ((lane ^ (lane >> 1 & 4)) * 16);
-                copy_16(to + own, output + token * WIDTH + at, policy);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) copy_16(to + own + PIECES * 512 * (1 + i), streams + (4 * token + i) * WIDTH + at, policy);
-            }
+            for (int i = 0; i < 4; ++i) copy_16(to + 512 * (1 + i), streams + (4 * token + i) * WIDTH + at);
         }
         copy_commit();
         next.advance();
     };
 #pragma unroll
-    for (int n = 0; n < SLOTS; ++n) bring(slots + n * STREAM_SLOT);
+    for (int n = 0; n < SLOTS; ++n) bring(own + n * STREAM_SLOT);
     const u32 row_to = shared + ROW_AT + row_of(of) + quad * 16, mix_of = shared + MIX_AT + of * 64;
-    const u32 own = slots + (PIECES == 1 ? lane * 16 : of * 128 + quad * 16 + odd * 64);
     fn += lane * 16;
-    BEGIN_READINGS
 #pragma unroll 1
     for (; item.n < tiles.count; item.advance()) {
         const int n = item.n, group = item.group;
-        uint4 packed[PIECES][5];
-        MARK(0)
+        uint4 packed[5];
         copy_wait<SLOTS - 1>();
-        if (PIECES > 1) __syncwarp();
-        MARK(1)
-#ifdef READINGS
-        if (!took[15]) STAMP(15)
-#endif
 #pragma unroll
-        for (int i = 0; i < 5; ++i) {
-            packed[0][i] = load_shared4(own + slot + PIECES * 512 * i);
-            if (PIECES > 1) packed[PIECES - 1][i] = load_shared4((own ^ 64) + slot + PIECES * 512 * i);
-        }
-        if (PIECES > 1) __syncwarp();
-        bring(slots + slot);
-        slot = (SLOTS - 1) * STREAM_SLOT - slot;
-        MARK(2)
-        if (n < WARPS) barrier_wait(bars.constants(group), 0);  // by then a warp has had all groups that it gets
-        MARK(3)
+        for (int i = 0; i < 5; ++i) packed[i] = load_shared4(own + slot + 512 * i);
+        bring(own + slot);
+        slot = STREAM_SLOT - slot;
+        if (n < GROUPS) barrier_wait(bars.constants(group), 0);  // by then a warp has had all groups that it gets
         // In this order: a tile's mixes of RING tiles before have come when its rows have left, so phases are told apart.
         if (n >= RING) barrier_wait(bars.normalised(n), (n / RING - 1) & 1);
-        MARK(4)
         barrier_wait(bars.full(n), n / RING & 1);
-        MARK(5)
         float weights[5][4], pre[4], acc[3][4] = {};
         float square = 0, row_square = 0;
         const u32 mix = mix_of + n % RING * MIX;
@@ -354,41 +273,17 @@ __device__ __forceinline__ void compute(u32 shared, const u8* fn, Barriers bars,
         load_into(weights[0], mix + TOKENS * 64 - of * 48);
 #pragma unroll
         for (int i = 0; i < 4; ++i) load_into(weights[1 + i], mix + i * 16);
-        u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column + group * (PIECES * 64);
+        update_tile(fn + group * FN_GROUP, weights, pre, packed, acc, square, row_square);
+        store_shared4(row_to + n % RING * ROW_SLOT + group * 64, packed[0].x, packed[0].y, packed[0].z, packed[0].w);
+        u8* target = new_streams + 4 * u64(tiles.token(n) + of) * WIDTH + column + group * 64;
+        if (of < tiles.here(n))
 #pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            update_tile(fn + (group * PIECES + piece) * FN_GROUP, weights, pre, packed[piece], acc, square, row_square);
-            const uint4 row = packed[piece][0];
-            store_shared4(row_to + n % RING * ROW_SLOT + group * (PIECES * 64) + piece * 64, row.x, row.y, row.z, row.w);
-        }
-        MARK(6)
-        if (PIECES == 1) {
-            if (of < tiles.here(n))
-#pragma unroll
-                for (int o = 0; o < 4; ++o) store_16(target + o * WIDTH, packed[0][1 + o]);
-        } else {
-            // Eight threads store 128 bytes of a row: those of an even token's four give half of theirs for half of the odd one's.
-            u8* even = target + odd * 64 - odd * 4 * WIDTH;
-            const int here = tiles.here(n);
-#pragma unroll
-            for (int o = 0; o < 4; ++o) {
-                const uint4 a = packed[0][1 + o], b = packed[PIECES - 1][1 + o], got = exchange(choose(odd, a, b), 4);
-                if ((of & 6) < here) store_16(even + o * WIDTH, choose(odd, got, a));
-                if ((of | 1) < here) store_16(even + (4 + o) * WIDTH, choose(odd, b, got));
-            }
-        }
-        MARK(7)
-        if (n >= PARTS) barrier_wait(bars.summed(n), (n / PARTS - 1) & 1);
-        MARK(8)
-        write_sums(shared + PART_AT + n % PARTS * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
+            for (int o = 0; o < 4; ++o) store_16(target + o * WIDTH, packed[1 + o]);
+        if (n >= 2) barrier_wait(bars.summed(n), (n / 2 - 1) & 1);
+        write_sums(shared + PART_AT + (n & 1) * PART + group * 8 * SUMS * 4, lane, acc, square, row_square);
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.done(n));
-        MARK(9)
     }
-#ifdef READINGS
-    STAMP(14)
-    END_READINGS(warp)
-#endif
 }
 
 // A tile's mixes, into its part of the ring.
@@ -408,8 +303,8 @@ __device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tile
 }
 
 // Where blocks that share rows leave messages, in global memory: [MESSAGES][RANKS][TOKENS] squares of rows, then
-// [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + TURNS tiles
-// before; who sent those had read the squares of 2 (RING + TURNS) tiles before and the sums of RING + TURNS + LAG tiles before.
+// [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + 2 TURNS tiles
+// before; who sent those had read the squares of 2 (RING + 2 TURNS) tiles before and the sums of RING + 2 TURNS + LAG tiles before.
 static_assert(MESSAGES >= 2 * (RING + 2 * TURNS) && MESSAGES >= RING + 2 * TURNS + LAG, "messages are read before they are written over");
 struct Mail {
     u64* at;
@@ -426,28 +321,21 @@ constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 block
 // Of each tile sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for
 // its owner; then mixes of the tile that takes its place in the ring. A block that has sent has read the epoch with all warps.
 __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, const u8* post,
-                                      const u8* comb, const u8* pre, const u32* epoch, const u64* mail_at) {
-    BEGIN_READINGS
-    STAMP(15)
-#ifdef READINGS
-    asm volatile("mov.u32 %0, %%smid;" : "=r"(took[13]));
-#endif
+                                      const u8* comb, const u8* pre, const u32* epoch) {
     for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
     mail.epoch = *const_cast<volatile u32*>(epoch);
     named_sync(1, THREADS - 32 * WARPS);
 #pragma unroll 1
     for (int n = 0; n < tiles.count; ++n) {
-        MARK(0)
         barrier_wait(bars.done(n), n / LAG & 1);
-        MARK(1)
         float4 sums[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int item = min(lane + 32 * i, TOKENS * 7 - 1);
-            const u32 from = shared + PART_AT + n % PARTS * PART + item * 16;
+            const u32 from = shared + PART_AT + (n & 1) * PART + item * 16;
             sums[i] = load_floats(from);
 #pragma unroll
-            for (int group = 1; group < ITEMS; ++group) {
+            for (int group = 1; group < GROUPS; ++group) {
                 const float4 more = load_floats(from + group * 8 * SUMS * 4);
                 sums[i].x += more.x, sums[i].y += more.y, sums[i].z += more.z, sums[i].w += more.w;
             }
@@ -458,26 +346,26 @@ __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tile
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int item = lane + 32 * i, token = item / 7, piece = item % 7;
+            if (item < TOKENS * 7 && piece == 6) post_word(mail.squares(n, rank, token), tagged(sums[i].y, tag));
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int item = lane + 32 * i, token = item / 7, piece = item % 7;
             if (item < TOKENS * 7) {
                 u64* to = mail.sums(n, rank, token) + piece * 4;
                 post_words(to, tagged(sums[i].x, tag), tagged(sums[i].y, tag));
                 if (piece < 6) post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
             }
         }
-        MARK(2)
-        STAMP(14)
         load_mixes(shared, bars, tiles, lane, n + RING, post, comb, pre);
-        MARK(3)
     }
-    END_READINGS(15)
 }
 
-// Coefficients of this block's token of every other tile: a lane makes one of pre, post or comb after the softmax; the iterations of
-// up to 32 tokens go at once, a thread has one.
+// Coefficients of this block's token of every other tile, a tile late, when others' sums have come as a rule: a lane makes one of pre,
+// post or comb after the softmax; the iterations of up to 32 tokens go at once, a thread has one.
 __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int iterations,
                                              float eps, float mix_eps, const float* base, const float* scale, float* pre, float* post,
-                                             float* comb, const u64* mail_at) {
-    BEGIN_READINGS
+                                             float* comb) {
     const bool of_comb = lane < 16, of_pre = lane < 20;
     const float own_base = base[of_comb ? 8 + lane : min(lane, 23) - 16], own_scale = scale[of_comb ? 2 : of_pre ? 0 : 1];
     int kept = 0;
@@ -485,11 +373,8 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
     for (int n = 0; n < tiles.count; ++n) {
         const int mine = int(rank) - TOKENS * (n & 1);
         const bool own = mine >= 0 && mine < tiles.here(n);
-        MARK(0)
-        const int seen = min(n + 1, tiles.count - 1);  // by then others' sums have likely come
-        barrier_wait(bars.done(seen), seen / LAG & 1);
-        MARK(1)
-        STAMP(12)
+        const int late = min(n + 1, tiles.count - 1);
+        barrier_wait(bars.done(late), late / LAG & 1);
         if (own) {
             const u64* from = mail.sums(n, 0, mine) + min(lane, 24);
             float sum;
@@ -503,10 +388,8 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
                     sum += value_of(word);
                 }
                 if (!__any_sync(~0u, missing)) break;
-                __nanosleep(n + 2 < tiles.count ? 200 : LASTNAP);
+                __nanosleep(n + 2 < tiles.count ? 200 : 20);  // the last are waited for
             }
-            MARK(2)
-            STAMP(13)
             const float square = __shfl_sync(~0u, sum, 24);
             const float value = fmaf(sum, rsqrtf(fmaf(square, 1.0f / (4 * RANKS * CHANNELS), mix_eps)) * own_scale, own_base);
             float top = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
@@ -528,58 +411,42 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.mixed(n));
-        MARK(3)
         if (kept == 32 || (n + 1 == tiles.count && kept)) {
             const u32 from = shared + KEPT_AT + min(lane, kept - 1) * KEPT * 4;
             __syncwarp();
             finish_token(from, iterations, eps, lane < kept, load_shared(from + 16 * 4), comb);
             kept = 0;
             __syncwarp();
-            MARK(4)
         }
     }
-    STAMP(14)
-    END_READINGS(14)
 }
 
-// Rows of every other tile.
+// Rows of every other tile. A warp has two tiles: while the squares of one come it takes the rows of the next.
 __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int turn, u8* x,
-                                          float norm_eps, const u64* mail_at) {
+                                          float norm_eps) {
     constexpr int CHUNKS = 4 * GROUPS;  // of 16 bytes of a row
-    BEGIN_READINGS
-    barrier_wait(bars.constants(ITEMS), 0);
-    // A tile's rows into registers, and their squares to all blocks.
+    // Which of four tokens a thread's k-th chunk is of.
+    const auto token_of = [](int k, int lane) {
+        return CHUNKS >= 32 ? 32 * k / CHUNKS + (32 * k % CHUNKS + lane >= CHUNKS ? 1 : 0) : (32 * k + lane) / CHUNKS;
+    };
+    // A tile's rows into registers.
     const auto take = [&](int n, uint4 (&values)[2][GROUPS / 2]) {
-        MARK(0)
-        barrier_wait(bars.done(n), n / LAG & 1);
-        MARK(1)
-        STAMP(12)
         int own = lane;
         asm volatile("" : "+r"(own));  // addresses are made here, not kept
-        const u32 part = shared + PART_AT + n % PARTS * PART + ((lane >> 2) * SUMS + 25) * 4;
-        float square = 0;
-#pragma unroll
-        for (int k = 0; k < ITEMS; k += 4)
-            if (k + 4 <= ITEMS || k + (lane & 3) < ITEMS) square += load_float(part + (k + (lane & 3)) * 8 * SUMS * 4);
+        barrier_wait(bars.done(n), n / LAG & 1);
 #pragma unroll
         for (int k = 0; k < GROUPS / 2; ++k) {
-            const int token = (32 * k + own) / CHUNKS, chunk = (32 * k + own) % CHUNKS;
+            const int token = token_of(k, own), chunk = 32 * k + own - token * CHUNKS;
             const u32 from = shared + ROW_AT + n % RING * ROW_SLOT + row_of(token) + chunk * 16;
             values[0][k] = load_shared4(from), values[1][k] = load_shared4(from + ROW_SLOT / 2);
         }
-        square += __shfl_xor_sync(~0u, square, 1);
-        square += __shfl_xor_sync(~0u, square, 2);
-        if ((lane & 3) == 0) post_word(mail.squares(n, rank, lane >> 2), tagged(square, mail.tag(n)));
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.normalised(n)), barrier_arrive(bars.summed(n));
-        MARK(4)
+        if (lane == 0) barrier_arrive(bars.normalised(n));
     };
     const auto give = [&](int n, const uint4 (&values)[2][GROUPS / 2]) {
-        int own = lane;
-        asm volatile("" : "+r"(own));
         // Of each half of the tokens a thread reads two squares.
         const u64* at = mail.squares(n, lane & 7, lane >> 3);
-        float square[2];
+        float square[2], factor[2];
         while (true) {
             bool missing = false;
 #pragma unroll
@@ -591,53 +458,44 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
             if (!__any_sync(~0u, missing)) break;
             __nanosleep(32);
         }
-        MARK(2)
-        STAMP(13)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             square[half] += __shfl_xor_sync(~0u, square[half], 1);
             square[half] += __shfl_xor_sync(~0u, square[half], 2);
             square[half] += __shfl_xor_sync(~0u, square[half], 4);
-            const float factor = rsqrtf(fmaf(square[half], 1.0f / (RANKS * CHANNELS), norm_eps));
-            u8* target = x + u64(tiles.token(n) + half * (TOKENS / 2)) * WIDTH + rank * ROW;
-            const int here = tiles.here(n) - half * (TOKENS / 2);
+            factor[half] = rsqrtf(fmaf(square[half], 1.0f / (RANKS * CHANNELS), norm_eps));
+        }
+        int own = lane;
+        asm volatile("" : "+r"(own));
+        u8* target = x + u64(tiles.token(n)) * WIDTH + rank * ROW + own * 16;
+        const int here = tiles.here(n);
 #pragma unroll
-            for (int k = 0; k < GROUPS / 2; ++k) {
-                const int of = (32 * k + own) / CHUNKS, chunk = (32 * k + own) % CHUNKS;
-                const float f = __shfl_sync(~0u, factor, 8 * of);
-                const uint4 v = values[half][k], w = load_shared4(shared + WEIGHT_AT + chunk * 16);
+        for (int k = 0; k < GROUPS / 2; ++k) {
+            const int of = token_of(k, own);
+            const uint4 w = load_shared4(shared + WEIGHT_AT + (32 * k + own - of * CHUNKS) * 16);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float f = __shfl_sync(~0u, factor[half], 8 * of);
+                const uint4 v = values[half][k];
                 const auto scaled = [f](u32 a, u32 b) {
                     return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
                 };
                 const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
-                if (of < here) store_row(target + of * u32(WIDTH) + chunk * 16, out);
+                if (of + TOKENS / 2 * half < here) store_16(target + (of + TOKENS / 2 * half) * u32(WIDTH) + (32 * k - of * CHUNKS) * 16, out);
             }
         }
-        MARK(3)
     };
-#if DEEP
-    // A warp has two tiles: while squares of one come it takes the rows of the next.
-    uint4 values[2][GROUPS / 2], later[2][GROUPS / 2];
-    if (turn < tiles.count) take(turn, later);
+    uint4 values[2][GROUPS / 2], next[2][GROUPS / 2];
+    if (turn < tiles.count) take(turn, next);
 #pragma unroll 1
     for (int n = turn; n < tiles.count; n += TURNS) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = later[half][k];
-        if (n + TURNS < tiles.count) take(n + TURNS, later);
+            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = next[half][k];
+        if (n + TURNS < tiles.count) take(n + TURNS, next);
         give(n, values);
     }
-#else
-    uint4 values[2][GROUPS / 2];
-#pragma unroll 1
-    for (int n = turn; n < tiles.count; n += TURNS) {
-        take(n, values);
-        give(n, values);
-    }
-#endif
-    STAMP(14)
-    END_READINGS(12 + turn)
 }
 
 // streams [t, 4, d], output [t, d], weight [d], new_streams, x: bfloat16. post, pre [t, 4], comb [t, 4, 4]: float32.
@@ -648,16 +506,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
              const float* scale, const u8* weight, u8* new_streams, u8* x, float* new_pre, float* new_post, float* new_comb,
              u64* mail_at, int tokens, int iterations, float eps, float mix_eps, float norm_eps) {
     extern __shared__ __align__(1024) u8 memory[];
-    const bool paired = cluster_size() == 2;  // with the same channels of another team's tiles
+    const bool paired = cluster_size() == 2;  // with the block of another team that has the same channels
     const u32 shared = shared_address(memory), rank = (paired ? blockIdx.x / 2 : blockIdx.x) % RANKS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Barriers bars{shared + BARRIERS_AT};
-    const int teams = gridDim.x / RANKS, team = paired ? blockIdx.x / (2 * RANKS) * 2 + blockIdx.x % 2 : blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
+    const int teams = gridDim.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
+    const int team = paired ? blockIdx.x / (2 * RANKS) * 2 + blockIdx.x % 2 : blockIdx.x / RANKS;
     const Tiles tiles{team, teams, (all - team + teams - 1) / teams, tokens};
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int k = 0; k < ALL_BARRIERS; ++k)
-            barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? ITEMS : k >= 2 * RING + 2 * LAG && k < 2 * RING + 2 * LAG + PARTS ? 2 : 1);
+        for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
         fence_barriers();
         fence_async_shared();
     }
@@ -666,29 +524,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (paired) cluster_arrive();  // relaxed: what it publishes are barriers
     if (warp == WARPS + 3) {
         // Constants of the model: no kernel ahead writes them. Blocks of a pair bring each other half of the projection.
-        const auto group = [&](int k) { return fn + (rank * ITEMS + k) * u64(PIECES * FN_GROUP); };
         if (lane == 0) {
 #pragma unroll
-            for (int k = 0; k < ITEMS; ++k) barrier_expect(bars.constants(k), PIECES * FN_GROUP);
-            barrier_expect(bars.constants(ITEMS), ROW);
+            for (int group = 0; group < GROUPS; ++group) barrier_expect(bars.constants(group), FN_GROUP);
+            barrier_expect(bars.constants(GROUPS), ROW);
         }
         __syncwarp();
         if (paired) cluster_wait();
         if (lane == 0) {
 #pragma unroll
-            for (int k = 0; k < ITEMS; ++k) {
-                const u32 to = shared + FN_AT + k * PIECES * FN_GROUP;
+            for (int group = 0; group < GROUPS; ++group) {
+                const u32 to = shared + FN_AT + group * FN_GROUP, bar = bars.constants(group);
+                const u8* from = fn + (rank * GROUPS + group) * u64(FN_GROUP);
                 if (!paired)
-                    copy_bulk(to, group(k), PIECES * FN_GROUP, bars.constants(k));
-                else if (blockIdx.x % 2 == k % 2)
-                    copy_bulk_pair(to, group(k), PIECES * FN_GROUP, bars.constants(k));
+                    copy_bulk(to, from, FN_GROUP, bar);
+                else if (blockIdx.x % 2 == group % 2)
+                    copy_bulk_pair(to, from, FN_GROUP, bar);
             }
-            copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(ITEMS));
+            copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
         }
     }
     __syncwarp();
     wait_for_kernels();
-    if (EARLY && tokens >= EARLY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    // All blocks are on the card. The next kernel's come as these leave; those of a small one would crowd onto the few idle
+    // multiprocessors, but behind many tokens none is small.
+    if (tokens >= MANY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     u32* epoch = reinterpret_cast<u32*>(mail_at) + team;
     Mail mail{mail_at + HEADER + team * MAIL, 0};
     if (warp >= WARPS && warp < WARPS + 3) {
@@ -697,13 +557,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const int role = warp - WARPS;
     if (role < 0)
-        compute(shared, memory + FN_AT, bars, tiles, warp, lane, rank, streams, output, new_streams, mail_at);
+        compute(shared, memory + FN_AT, bars, tiles, warp, lane, rank, streams, output, new_streams);
     else if (role < TURNS)
-        normalise(shared, bars, mail, tiles, lane, rank, role, x, norm_eps, mail_at);
+        normalise(shared, bars, mail, tiles, lane, rank, role, x, norm_eps);
     else if (role == TURNS)
-        finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, base, scale, new_pre, new_post, new_comb, mail_at);
+        finish_mixes(shared, bars, mail, tiles, lane, rank, iterations, eps, mix_eps, base, scale, new_pre, new_post, new_comb);
     else
-        serve(shared, bars, mail, tiles, lane, rank, post, comb, pre, epoch, mail_at);
+        serve(shared, bars, mail, tiles, lane, rank, post, comb, pre, epoch);
     // All blocks have sent, so all have read this.
     if (role == 0 && lane == 0 && rank == 0) *epoch = mail.epoch + tiles.count;
 }
