@@ -4,7 +4,8 @@
 // shared memory while it walks over tiles of 8 tokens. A warp updates 32 channels of a tile at a time and WARPS of them take turns,
 // as many for each of the four schedulers. A thread brings its own 16 bytes of each row two turns ahead and stores the new streams
 // from registers; they are the right operand of the matrix unit in between (channels in an order that makes a thread's share of a
-// row 16 bytes). What needs whole rows (square sums, projections) crosses the blocks as one message a block and tile.
+// row 16 bytes). What needs whole rows (square sums, projections) crosses the blocks as messages of a block and tile. Two blocks with
+// the same channels of different rows may be a cluster; each then brings half of the projection to both.
 //
 // Warps: WARPS that compute; two that normalise, each every other tile and two tiles at a time; one that finishes mixes; one that
 // sends the sums and loads mixes. What crosses the blocks takes longer than a tile, so nobody waits for the answer about a tile before
@@ -182,6 +183,11 @@ constexpr u32 KEPT = 17;                                     // words of a token
 constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
 constexpr u32 BARRIERS_AT = KEPT_AT + 32 * KEPT * 4;
 constexpr int ALL_BARRIERS = 2 * RING + 2 * LAG + 2 + GROUPS + 1;
+__device__ constexpr int arrivals(int barrier) {  // in the order of Barriers
+    const bool done = barrier >= 2 * RING && barrier < 2 * RING + LAG;
+    const bool summed = barrier >= 2 * RING + 2 * LAG && barrier < 2 * RING + 2 * LAG + 2;
+    return done ? GROUPS : summed ? 2 : 1;
+}
 constexpr u32 BYTES = BARRIERS_AT + 8 * ALL_BARRIERS;
 #ifdef SHARED
 static_assert(BYTES == SHARED, "shared memory that is asked for");
@@ -202,8 +208,8 @@ __device__ __forceinline__ void store_16(void* target, uint4 v) {
 
 // The same bytes to both blocks of a pair.
 __device__ __forceinline__ void copy_bulk_pair(u32 target, const void* source, u32 bytes, u32 bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(target),
-                 "l"(source), "r"(bytes), "r"(bar), "h"(u16(3))
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(bar), "h"(u16(3))
                  : "memory");
 }
 
@@ -213,7 +219,7 @@ struct Barriers {
     __device__ u32 normalised(int n) const { return base + 8 * (RING + n % RING); }    // its rows have left
     __device__ u32 done(int n) const { return base + 8 * (2 * RING + n % LAG); }       // it is updated, its sums are there
     __device__ u32 mixed(int n) const { return base + 8 * (2 * RING + LAG + n % LAG); }  // its sums have come and were read
-    __device__ u32 summed(int n) const { return base + 8 * (2 * RING + 2 * LAG + n % 2); }  // the warps' sums were read
+    __device__ u32 summed(int n) const { return base + 8 * (2 * RING + 2 * LAG + n % 2); }  // the warps' sums were read, by two
     __device__ u32 constants(int k) const { return base + 8 * (2 * RING + 2 * LAG + 2 + k); }  // a warp's projection; at GROUPS the weight
 };
 
@@ -318,8 +324,8 @@ struct Mail {
 constexpr u64 HEADER = 64;  // words before them: 128 epochs, in halves
 constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 blocks
 
-// Of each tile sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for
-// its owner; then mixes of the tile that takes its place in the ring. A block that has sent has read the epoch with all warps.
+// Of each tile sums of the block's warps, then one message to each block, the sums of the tokens that it owns; then mixes of the tile
+// that takes its place in the ring. A block that has sent has read the epoch with all warps.
 __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, const u8* post,
                                       const u8* comb, const u8* pre, const u32* epoch) {
     for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
@@ -343,11 +349,6 @@ __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tile
         __syncwarp();
         if (lane == 0) barrier_arrive(bars.summed(n));
         const u32 tag = mail.tag(n);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int item = lane + 32 * i, token = item / 7, piece = item % 7;
-            if (item < TOKENS * 7 && piece == 6) post_word(mail.squares(n, rank, token), tagged(sums[i].y, tag));
-        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int item = lane + 32 * i, token = item / 7, piece = item % 7;
@@ -429,11 +430,19 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
     const auto token_of = [](int k, int lane) {
         return CHUNKS >= 32 ? 32 * k / CHUNKS + (32 * k % CHUNKS + lane >= CHUNKS ? 1 : 0) : (32 * k + lane) / CHUNKS;
     };
-    // A tile's rows into registers.
+    // A tile's rows into registers, and their squares to all blocks.
     const auto take = [&](int n, uint4 (&values)[2][GROUPS / 2]) {
         int own = lane;
         asm volatile("" : "+r"(own));  // addresses are made here, not kept
         barrier_wait(bars.done(n), n / LAG & 1);
+        const u32 part = shared + PART_AT + (n & 1) * PART + ((lane >> 2) * SUMS + 25) * 4;
+        float square = 0;
+#pragma unroll
+        for (int k = 0; k < GROUPS; k += 4)
+            if (k + 4 <= GROUPS || k + (lane & 3) < GROUPS) square += load_float(part + (k + (lane & 3)) * 8 * SUMS * 4);
+        square += __shfl_xor_sync(~0u, square, 1);
+        square += __shfl_xor_sync(~0u, square, 2);
+        if ((lane & 3) == 0) post_word(mail.squares(n, rank, lane >> 2), tagged(square, mail.tag(n)));
 #pragma unroll
         for (int k = 0; k < GROUPS / 2; ++k) {
             const int token = token_of(k, own), chunk = 32 * k + own - token * CHUNKS;
@@ -441,7 +450,7 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
             values[0][k] = load_shared4(from), values[1][k] = load_shared4(from + ROW_SLOT / 2);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.normalised(n));
+        if (lane == 0) barrier_arrive(bars.normalised(n)), barrier_arrive(bars.summed(n));
     };
     const auto give = [&](int n, const uint4 (&values)[2][GROUPS / 2]) {
         // Of each half of the tokens a thread reads two squares.
@@ -515,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Tiles tiles{team, teams, (all - team + teams - 1) / teams, tokens};
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
+        for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, arrivals(k));
         fence_barriers();
         fence_async_shared();
     }
