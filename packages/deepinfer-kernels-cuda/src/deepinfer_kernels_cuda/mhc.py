@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_same_device
 from .errors import ArgumentError
+from .mailboxes import mailbox
 from .native import NativeError, NativeKernel, native_reason
 from .overlap import overlap, overlaps
 
@@ -219,7 +220,7 @@ def _row_kernel(groups: int) -> NativeKernel:
 
 @functools.lru_cache(maxsize=16)
 def _teams(device: torch.device, groups: int) -> int:
-    """How many teams of blocks the device holds at once; 0 where the kernel cannot run.
+    """How many teams of blocks the device holds at once, in pairs or not; 0 where the kernel cannot run.
 
     A team's blocks wait for each other and for nobody else. The device begins a launch's blocks in order, as far as is known, so
     a team that waits has all its blocks on the device or next in line, unless other launches of this kernel wait in the same way:
@@ -228,20 +229,11 @@ def _teams(device: torch.device, groups: int) -> int:
     if device_arch(device) != 90 or native_reason() is not None:
         return 0
     try:
-        return _row_kernel(groups).resident(device) // _TEAM
+        kernel = _row_kernel(groups)
+        return min(kernel.resident(device), 2 * kernel.clusters(device, 2)) // _TEAM
     except NativeError as failure:
         _LOG.warning("hyper-connections of %d channels take the Triton kernels: %s", 512 * groups, failure)
         return 0
-
-
-@functools.cache  # never dropped: a graph keeps the address
-def _mail(device: torch.device, stream: int, teams: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
-    """Where blocks leave each other messages, zeros at first: 64 words that count tiles, and a team's words.
-
-    One for each stream, whose launches follow each other. A graph keeps those of the stream that it was captured on: graphs
-    captured on one stream must not be replayed at the same time, and the first call on a stream must not be a captured one.
-    """
-    return torch.zeros(64 + teams * 16 * 8 * _TEAM * 33, dtype=torch.int64, device=device)
 
 
 def _whole(streams: torch.Tensor, halves: tuple[torch.Tensor, ...], singles: tuple[torch.Tensor, ...]) -> bool:
@@ -266,12 +258,14 @@ def _whole_step(streams, fn, base, scale, *, pre, weight, norm_eps, iterations, 
     new, x = torch.empty_like(streams), streams.new_empty(t, d)
     mix = HyperMix(*(torch.empty(t, *shape, dtype=torch.float32, device=device) for shape in ((s,), (s,), (s, s))))
     teams = _teams(device, groups)
-    mail = _mail(device, torch.cuda.current_stream(device).cuda_stream, teams)
+    # 64 words that count tiles, then those of each team.
+    mail = mailbox("mhc_step", device, 64 + teams * 16 * 8 * _TEAM * 33, dtype=torch.int64, empty=0)
     packed = _cached(fn, "lanes", lane_projection)
     tensors = (streams, output, post, comb, pre, packed, base, scale, weight, new, x, *mix, mail)
+    run = min(teams, -(-t // 8))  # an even number of teams in pairs, which share what they read of the projection
     _row_kernel(groups)(
-        (min(teams, -(-t // 8)) * _TEAM, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps,
-        norm_eps, device=device,
+        (run * _TEAM, 1, 1), *(tensor.data_ptr() for tensor in tensors), t, iterations, eps, norm_eps, norm_eps, device=device,
+        cluster=2 - run % 2,
     )  # fmt: skip
     return MhcStep(new, mix, x)
 

@@ -10,6 +10,7 @@ import torch
 from .capability import device_arch
 from .checks import require, require_dims, require_dtype, require_inner, require_same_device
 from .libraries import product
+from .mailboxes import mailbox
 from .native import NativeKernel, native_reason
 from .overlap import overlap
 from .tensormaps import fits_map, tensor_map
@@ -140,16 +141,6 @@ def _blocks_at_once(device: torch.device) -> int:
     return _product_kernel(True).resident(device)
 
 
-@functools.cache  # never dropped: a graph keeps the address
-def _mail(device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG001  (the cache's key)
-    """Where blocks leave each other parts of logits, empty before and after a call.
-
-    One for each stream, whose launches follow each other. A graph keeps that of the stream that it was captured on: graphs
-    captured on one stream must not be replayed at the same time, and the first call on a stream must not be a captured one.
-    """
-    return torch.full((_SPANS * _ONE_LAUNCH * _EXPERTS,), _EMPTY, dtype=torch.int32, device=device)
-
-
 def _route_sm90(x, weight, bias, ids, gates, normalise: bool, scale: float) -> None:
     """Product and selection in one launch. Its blocks wait for each other: all are on the card at once, two on a multiprocessor.
 
@@ -157,7 +148,7 @@ def _route_sm90(x, weight, bias, ids, gates, normalise: bool, scale: float) -> N
     """
     t, d = x.shape
     tiles, spans, steps, span = _cut(t, d)
-    mail = _mail(x.device, torch.cuda.current_stream(x.device).cuda_stream)
+    mail = mailbox("router_product", x.device, _SPANS * _ONE_LAUNCH * _EXPERTS, dtype=torch.int32, empty=_EMPTY)
     _product_kernel(True)(
         (tiles, _EXPERTS // _BLOCK_EXPERTS, spans), tensor_map(x, _BLOCK_TOKENS), tensor_map(weight, _BLOCK_EXPERTS),
         mail.data_ptr(), t, _EXPERTS, steps, span, bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), ids.shape[1], scale,

@@ -4,10 +4,12 @@
 // shared memory while it walks over tiles of 8 tokens. A warp updates 32 channels of a tile at a time and WARPS of them take turns,
 // as many for each of the four schedulers. A thread brings its own 16 bytes of each row two turns ahead and stores the new streams
 // from registers; they are the right operand of the matrix unit in between (channels in an order that makes a thread's share of a
-// row 16 bytes). What needs whole rows (square sums, projections) crosses the blocks as one message a block and tile.
+// row 16 bytes). What needs whole rows (square sums, projections) crosses the blocks as messages of a block and tile. Two blocks with
+// the same channels of different rows may be a cluster; each then brings half of the projection to both.
 //
-// Warps: WARPS that compute; two that normalise, each every other tile; one that finishes mixes; one that sends the sums and loads
-// mixes.
+// Warps: WARPS that compute; two that normalise, each every other tile and two tiles at a time; one that finishes mixes; one that
+// sends the sums and loads mixes. What crosses the blocks takes longer than a tile, so nobody waits for the answer about a tile before
+// the next is taken up.
 #include "hopper.cuh"
 
 #ifndef GROUPS
@@ -159,6 +161,7 @@ __device__ __forceinline__ void finish_token(u32 from, int iterations, float eps
 
 constexpr int RANKS = 16, TOKENS = 8, SLOTS = 2, RING = 4, LAG = 8, MESSAGES = 16;
 constexpr int TURNS = 2;  // warps that normalise, each every other tile
+constexpr int MANY = 1024;  // tokens from which the next kernel is let in early
 constexpr int THREADS = 32 * (WARPS + 4);
 constexpr int CHANNELS = 32 * GROUPS;
 constexpr u32 ROW = 2 * CHANNELS;                            // bytes of a block's part of a row
@@ -180,6 +183,11 @@ constexpr u32 KEPT = 17;                                     // words of a token
 constexpr u32 KEPT_AT = PART_AT + 2 * PART;                  // [32][KEPT]
 constexpr u32 BARRIERS_AT = KEPT_AT + 32 * KEPT * 4;
 constexpr int ALL_BARRIERS = 2 * RING + 2 * LAG + 2 + GROUPS + 1;
+__device__ constexpr int arrivals(int barrier) {  // in the order of Barriers
+    const bool done = barrier >= 2 * RING && barrier < 2 * RING + LAG;
+    const bool summed = barrier >= 2 * RING + 2 * LAG && barrier < 2 * RING + 2 * LAG + 2;
+    return done ? GROUPS : summed ? 2 : 1;
+}
 constexpr u32 BYTES = BARRIERS_AT + 8 * ALL_BARRIERS;
 #ifdef SHARED
 static_assert(BYTES == SHARED, "shared memory that is asked for");
@@ -198,13 +206,20 @@ __device__ __forceinline__ void store_16(void* target, uint4 v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// The same bytes to both blocks of a pair.
+__device__ __forceinline__ void copy_bulk_pair(u32 target, const void* source, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(bar), "h"(u16(3))
+                 : "memory");
+}
+
 struct Barriers {
     u32 base;
     __device__ u32 full(int n) const { return base + 8 * (n % RING); }                 // a tile's mixes have come
     __device__ u32 normalised(int n) const { return base + 8 * (RING + n % RING); }    // its rows have left
     __device__ u32 done(int n) const { return base + 8 * (2 * RING + n % LAG); }       // it is updated, its sums are there
     __device__ u32 mixed(int n) const { return base + 8 * (2 * RING + LAG + n % LAG); }  // its sums have come and were read
-    __device__ u32 summed(int n) const { return base + 8 * (2 * RING + 2 * LAG + n % 2); }  // the warps' sums were read
+    __device__ u32 summed(int n) const { return base + 8 * (2 * RING + 2 * LAG + n % 2); }  // the warps' sums were read, by two
     __device__ u32 constants(int k) const { return base + 8 * (2 * RING + 2 * LAG + 2 + k); }  // a warp's projection; at GROUPS the weight
 };
 
@@ -294,9 +309,9 @@ __device__ __forceinline__ void load_mixes(u32 shared, Barriers bars, Tiles tile
 }
 
 // Where blocks that share rows leave messages, in global memory: [MESSAGES][RANKS][TOKENS] squares of rows, then
-// [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + TURNS tiles
-// before; who sent those had read the squares of 2 (RING + TURNS) tiles before and the sums of RING + TURNS + LAG tiles before.
-static_assert(MESSAGES >= 2 * (RING + TURNS) && MESSAGES >= RING + TURNS + LAG, "messages are read before they are written over");
+// [MESSAGES][TOKENS][RANKS][32] sums. Who writes a slot again, MESSAGES tiles later, has read all squares of RING + 2 TURNS tiles
+// before; who sent those had read the squares of 2 (RING + 2 TURNS) tiles before and the sums of RING + 2 TURNS + LAG tiles before.
+static_assert(MESSAGES >= 2 * (RING + 2 * TURNS) && MESSAGES >= RING + 2 * TURNS + LAG, "messages are read before they are written over");
 struct Mail {
     u64* at;
     u32 epoch;  // of the launch: its tiles' tags follow
@@ -309,8 +324,8 @@ struct Mail {
 constexpr u64 HEADER = 64;  // words before them: 128 epochs, in halves
 constexpr u64 MAIL = MESSAGES * RANKS * TOKENS * (1 + 32);  // words of 16 blocks
 
-// Of each tile sums of the block's warps, then one message to each block: squares of the rows for all, all sums of one token for
-// its owner; then mixes of the tile that takes its place in the ring. A block that has sent has read the epoch with all warps.
+// Of each tile sums of the block's warps, then one message to each block, the sums of the tokens that it owns; then mixes of the tile
+// that takes its place in the ring. A block that has sent has read the epoch with all warps.
 __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, const u8* post,
                                       const u8* comb, const u8* pre, const u32* epoch) {
     for (int n = 0; n < RING; ++n) load_mixes(shared, bars, tiles, lane, n, post, comb, pre);
@@ -337,23 +352,18 @@ __device__ __forceinline__ void serve(u32 shared, Barriers bars, Mail mail, Tile
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int item = lane + 32 * i, token = item / 7, piece = item % 7;
-            if (item < TOKENS * 7 && piece == 6) post_word(mail.squares(n, rank, token), tagged(sums[i].y, tag));
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int item = lane + 32 * i, token = item / 7, piece = item % 7;
             if (item < TOKENS * 7) {
                 u64* to = mail.sums(n, rank, token) + piece * 4;
                 post_words(to, tagged(sums[i].x, tag), tagged(sums[i].y, tag));
-                post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
+                if (piece < 6) post_words(to + 2, tagged(sums[i].z, tag), tagged(sums[i].w, tag));
             }
         }
         load_mixes(shared, bars, tiles, lane, n + RING, post, comb, pre);
     }
 }
 
-// Coefficients of this block's token of every other tile: a lane makes one of pre, post or comb after the softmax; the iterations of
-// up to 32 tokens go at once, a thread has one.
+// Coefficients of this block's token of every other tile, a tile late, when others' sums have come as a rule: a lane makes one of pre,
+// post or comb after the softmax; the iterations of up to 32 tokens go at once, a thread has one.
 __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int iterations,
                                              float eps, float mix_eps, const float* base, const float* scale, float* pre, float* post,
                                              float* comb) {
@@ -364,9 +374,10 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
     for (int n = 0; n < tiles.count; ++n) {
         const int mine = int(rank) - TOKENS * (n & 1);
         const bool own = mine >= 0 && mine < tiles.here(n);
-        barrier_wait(bars.done(n), n / LAG & 1);
+        const int late = min(n + 1, tiles.count - 1);
+        barrier_wait(bars.done(late), late / LAG & 1);
         if (own) {
-            const u64* from = mail.sums(n, 0, mine) + min(lane, int(SUMS) - 1);
+            const u64* from = mail.sums(n, 0, mine) + min(lane, 24);
             float sum;
             while (true) {
                 bool missing = false;
@@ -378,7 +389,7 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
                     sum += value_of(word);
                 }
                 if (!__any_sync(~0u, missing)) break;
-                __nanosleep(200);
+                __nanosleep(n + 2 < tiles.count ? 200 : 20);  // the last are waited for
             }
             const float square = __shfl_sync(~0u, sum, 24);
             const float value = fmaf(sum, rsqrtf(fmaf(square, 1.0f / (4 * RANKS * CHANNELS), mix_eps)) * own_scale, own_base);
@@ -411,33 +422,40 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
     }
 }
 
-// Rows of every other tile.
+// Rows of every other tile. A warp has two tiles: while the squares of one come it takes the rows of the next.
 __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int turn, u8* x,
                                           float norm_eps) {
-    constexpr int PIECES = 4 * GROUPS;  // of 16 bytes of a row
-    uint4 weights[GROUPS / 2];
-    u32 from[GROUPS / 2], to[GROUPS / 2];
-    barrier_wait(bars.constants(GROUPS), 0);
-#pragma unroll
-    for (int k = 0; k < GROUPS / 2; ++k) {
-        const int item = 32 * k + lane;
-        weights[k] = load_shared4(shared + WEIGHT_AT + item % PIECES * 16);
-        from[k] = shared + ROW_AT + row_of(item / PIECES) + item % PIECES * 16;
-        to[k] = item / PIECES * u32(WIDTH) + item % PIECES * 16;
-    }
-#pragma unroll 1
-    for (int n = turn; n < tiles.count; n += TURNS) {
+    constexpr int CHUNKS = 4 * GROUPS;  // of 16 bytes of a row
+    // Which of four tokens a thread's k-th chunk is of.
+    const auto token_of = [](int k, int lane) {
+        return CHUNKS >= 32 ? 32 * k / CHUNKS + (32 * k % CHUNKS + lane >= CHUNKS ? 1 : 0) : (32 * k + lane) / CHUNKS;
+    };
+    // A tile's rows into registers, and their squares to all blocks.
+    const auto take = [&](int n, uint4 (&values)[2][GROUPS / 2]) {
+        int own = lane;
+        asm volatile("" : "+r"(own));  // addresses are made here, not kept
         barrier_wait(bars.done(n), n / LAG & 1);
-        uint4 values[2][GROUPS / 2];
+        const u32 part = shared + PART_AT + (n & 1) * PART + ((lane >> 2) * SUMS + 25) * 4;
+        float square = 0;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int k = 0; k < GROUPS; k += 4)
+            if (k + 4 <= GROUPS || k + (lane & 3) < GROUPS) square += load_float(part + (k + (lane & 3)) * 8 * SUMS * 4);
+        square += __shfl_xor_sync(~0u, square, 1);
+        square += __shfl_xor_sync(~0u, square, 2);
+        if ((lane & 3) == 0) post_word(mail.squares(n, rank, lane >> 2), tagged(square, mail.tag(n)));
 #pragma unroll
-            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = load_shared4(from[k] + half * (ROW_SLOT / 2) + n % RING * ROW_SLOT);
+        for (int k = 0; k < GROUPS / 2; ++k) {
+            const int token = token_of(k, own), chunk = 32 * k + own - token * CHUNKS;
+            const u32 from = shared + ROW_AT + n % RING * ROW_SLOT + row_of(token) + chunk * 16;
+            values[0][k] = load_shared4(from), values[1][k] = load_shared4(from + ROW_SLOT / 2);
+        }
         __syncwarp();
-        if (lane == 0) barrier_arrive(bars.normalised(n));
+        if (lane == 0) barrier_arrive(bars.normalised(n)), barrier_arrive(bars.summed(n));
+    };
+    const auto give = [&](int n, const uint4 (&values)[2][GROUPS / 2]) {
         // Of each half of the tokens a thread reads two squares.
         const u64* at = mail.squares(n, lane & 7, lane >> 3);
-        float square[2];
+        float square[2], factor[2];
         while (true) {
             bool missing = false;
 #pragma unroll
@@ -454,21 +472,38 @@ __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, 
             square[half] += __shfl_xor_sync(~0u, square[half], 1);
             square[half] += __shfl_xor_sync(~0u, square[half], 2);
             square[half] += __shfl_xor_sync(~0u, square[half], 4);
-            const float factor = rsqrtf(fmaf(square[half], 1.0f / (RANKS * CHANNELS), norm_eps));
-            u8* target = x + u64(tiles.token(n) + half * (TOKENS / 2)) * WIDTH + rank * ROW;
-            const int here = tiles.here(n) - half * (TOKENS / 2);
+            factor[half] = rsqrtf(fmaf(square[half], 1.0f / (RANKS * CHANNELS), norm_eps));
+        }
+        int own = lane;
+        asm volatile("" : "+r"(own));
+        u8* target = x + u64(tiles.token(n)) * WIDTH + rank * ROW + own * 16;
+        const int here = tiles.here(n);
 #pragma unroll
-            for (int k = 0; k < GROUPS / 2; ++k) {
-                const int of = (32 * k + lane) / PIECES;
-                const float f = __shfl_sync(~0u, factor, 8 * of);
-                const uint4 v = values[half][k], w = weights[k];
+        for (int k = 0; k < GROUPS / 2; ++k) {
+            const int of = token_of(k, own);
+            const uint4 w = load_shared4(shared + WEIGHT_AT + (32 * k + own - of * CHUNKS) * 16);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float f = __shfl_sync(~0u, factor[half], 8 * of);
+                const uint4 v = values[half][k];
                 const auto scaled = [f](u32 a, u32 b) {
                     return pack_bf16(bf16_low(a) * f * bf16_low(b), bf16_high(a) * f * bf16_high(b));
                 };
                 const uint4 out = make_uint4(scaled(v.x, w.x), scaled(v.y, w.y), scaled(v.z, w.z), scaled(v.w, w.w));
-                if (of < here) store_16(target + to[k], out);
+                if (of + TOKENS / 2 * half < here) store_16(target + (of + TOKENS / 2 * half) * u32(WIDTH) + (32 * k - of * CHUNKS) * 16, out);
             }
         }
+    };
+    uint4 values[2][GROUPS / 2], next[2][GROUPS / 2];
+    if (turn < tiles.count) take(turn, next);
+#pragma unroll 1
+    for (int n = turn; n < tiles.count; n += TURNS) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int k = 0; k < GROUPS / 2; ++k) values[half][k] = next[half][k];
+        if (n + TURNS < tiles.count) take(n + TURNS, next);
+        give(n, values);
     }
 }
 
@@ -480,31 +515,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
              const float* scale, const u8* weight, u8* new_streams, u8* x, float* new_pre, float* new_post, float* new_comb,
              u64* mail_at, int tokens, int iterations, float eps, float mix_eps, float norm_eps) {
     extern __shared__ __align__(1024) u8 memory[];
-    const u32 shared = shared_address(memory), rank = blockIdx.x % RANKS;
+    const bool paired = cluster_size() == 2;  // with the block of another team that has the same channels
+    const u32 shared = shared_address(memory), rank = (paired ? blockIdx.x / 2 : blockIdx.x) % RANKS;
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const Barriers bars{shared + BARRIERS_AT};
-    const int teams = gridDim.x / RANKS, team = blockIdx.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
+    const int teams = gridDim.x / RANKS, all = (tokens + TOKENS - 1) / TOKENS;
+    const int team = paired ? blockIdx.x / (2 * RANKS) * 2 + blockIdx.x % 2 : blockIdx.x / RANKS;
     const Tiles tiles{team, teams, (all - team + teams - 1) / teams, tokens};
     if (threadIdx.x == 0) {
 #pragma unroll
-        for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, k >= 2 * RING && k < 2 * RING + LAG ? GROUPS : 1);
+        for (int k = 0; k < ALL_BARRIERS; ++k) barrier_init(bars.base + 8 * k, arrivals(k));
         fence_barriers();
         fence_async_shared();
     }
     __syncwarp();
     __syncthreads();
-    if (threadIdx.x == THREADS - 32) {
-        // Constants of the model: no kernel ahead writes them.
+    if (paired) cluster_arrive();  // relaxed: what it publishes are barriers
+    if (warp == WARPS + 3) {
+        // Constants of the model: no kernel ahead writes them. Blocks of a pair bring each other half of the projection.
+        if (lane == 0) {
 #pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            barrier_expect(bars.constants(group), FN_GROUP);
-            copy_bulk(shared + FN_AT + group * FN_GROUP, fn + (rank * GROUPS + group) * u64(FN_GROUP), FN_GROUP, bars.constants(group));
+            for (int group = 0; group < GROUPS; ++group) barrier_expect(bars.constants(group), FN_GROUP);
+            barrier_expect(bars.constants(GROUPS), ROW);
         }
-        barrier_expect(bars.constants(GROUPS), ROW);
-        copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
+        __syncwarp();
+        if (paired) cluster_wait();
+        if (lane == 0) {
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                const u32 to = shared + FN_AT + group * FN_GROUP, bar = bars.constants(group);
+                const u8* from = fn + (rank * GROUPS + group) * u64(FN_GROUP);
+                if (!paired)
+                    copy_bulk(to, from, FN_GROUP, bar);
+                else if (blockIdx.x % 2 == group % 2)
+                    copy_bulk_pair(to, from, FN_GROUP, bar);
+            }
+            copy_bulk(shared + WEIGHT_AT, weight + rank * ROW, ROW, bars.constants(GROUPS));
+        }
     }
     __syncwarp();
     wait_for_kernels();
+    // All blocks are on the card. The next kernel's come as these leave; those of a small one would crowd onto the few idle
+    // multiprocessors, but behind many tokens none is small.
+    if (tokens >= MANY) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     u32* epoch = reinterpret_cast<u32*>(mail_at) + team;
     Mail mail{mail_at + HEADER + team * MAIL, 0};
     if (warp >= WARPS && warp < WARPS + 3) {
