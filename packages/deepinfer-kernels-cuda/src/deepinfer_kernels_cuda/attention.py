@@ -37,6 +37,15 @@ _SPARSE_MLA = {
     )
     for splits in (1, *_SPLITS)
 }
+#: For more queries than run at once: roles of their own for logits, products and decoding.
+_SPARSE_MLA_MANY = NativeKernel(
+    "sparse_mla_many.cu",
+    "sparse_mla_many",
+    f"{_POOLS}i",
+    threads=512,
+    shared=227 * 1024,
+    defines=(f"SHARED={227 * 1024}",),
+)
 
 
 @dataclass(frozen=True)
@@ -244,7 +253,7 @@ def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, *rest, splits: i
     t, heads, _ = q.shape
     keys, sms = (slots.shape[1], extra_slots.shape[1]), sm_count(q.device)
     arguments = _arguments(q, pool, slots, view, extra_pool, extra_slots, *rest)
-    splits = splits or choose_few(
+    splits = splits if splits is not None else choose_few(
         t, heads, *keys, sms, lambda few: _SPARSE_MLA_FEW[few].clusters(q.device, few.splits) > 0
     )
     if isinstance(splits, Few):
@@ -254,6 +263,9 @@ def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, *rest, splits: i
         _SPARSE_MLA_FEW[splits](grid, *arguments, device=q.device, cluster=splits.splits)
         return
     blocks = -(-heads // _HEADS)
+    if splits == 0:
+        _SPARSE_MLA_MANY((min(t * blocks, sms), 1, 1), *arguments, t * blocks, device=q.device)
+        return
     splits = splits or choose_splits(t, blocks, sum(-(-n // _TILE) for n in keys), sms)
     require(splits in _SPARSE_MLA, f"splits is {splits}; allowed: {', '.join(map(str, _SPARSE_MLA))}")
     items = t * blocks  # without a cluster a block takes several of them, one after the other

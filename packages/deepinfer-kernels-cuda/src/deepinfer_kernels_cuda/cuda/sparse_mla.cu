@@ -1,5 +1,6 @@
 #include "wgmma.cuh"
 #include "slots.cuh"
+#include "sparse_mla.cuh"
 // Sparse MLA over quantised records: 512 channels, keys equal values, blocks of up to 64 heads.
 //
 // A cluster shares one (query, block of heads): its blocks take runs of key tiles, send each other slices of their result through
@@ -16,6 +17,12 @@
 
 // Built once for each number of blocks in a cluster: SPLITS is 1, 2, 4 or 8.
 constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = CONSUMERS + 32 * PRODUCERS;
+#ifndef LAZY
+#define LAZY 8
+#endif
+#ifndef LEAN
+#define LEAN 1
+#endif
 constexpr int UNITS = 32 / PRODUCERS, ROWS = UNITS / 4;  // 16-byte units that a producer thread has of a step, and records of 288 bytes they are of
 constexpr int PIECES = SIZE == 2 ? 4 : SIZE == 4 ? 2 : 1;  // in which a slice travels, each with a barrier of its own
 
@@ -25,43 +32,11 @@ struct Shared {
     u32 weights[2048];       // probabilities, rows of 128 bytes as an operand
     float4 peers[SIZE][64];  // of each other block and head: maximum, sum, factor that its slice is to be multiplied by
     float bias[2][TILE];
+    u8 absent[2][2 * PRODUCERS];  // whether a warp's rows of half a tile lack one
     float top[2][64];
     float sum[2][64];
     u64 full[2], empty[2], ready, received[PIECES];
 };
-// Two chunks at once: registers of one are not reused before the other is stored.
-__device__ __forceinline__ void store_chunks(u32 first, u32 second, const u32 (&x)[8]) {
-    asm volatile("st.shared.v4.u32 [%0], {%2, %3, %4, %5};\nst.shared.v4.u32 [%1], {%6, %7, %8, %9};" ::"r"(first), "r"(second),
-                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]), "r"(x[6]), "r"(x[7])
-                 : "memory");
-}
-
-// Sixteen e2m1 codes to two chunks of 16 bytes. A code in the low four bits of each half, times 2^12 + 2^6, has its sign in the
-// half's highest bit and the rest where bfloat16 has its lowest exponent bits and its highest mantissa bit.
-__device__ __forceinline__ void decode_e2m1(u32 w, u32 v, u32 factor, u32 first, u32 second) {
-    u32 x[8];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 low = i ? v : w, high = low >> 8;
-        x[4 * i] = (low & 0x000f000fu) * 0x1040u;
-        x[4 * i + 1] = (low & 0x00f000f0u) * 0x0104u;
-        x[4 * i + 2] = (high & 0x000f000fu) * 0x1040u;
-        x[4 * i + 3] = (high & 0x00f000f0u) * 0x0104u;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = multiply_bf16(x[i] & 0x81c081c0u, factor);
-    store_chunks(first, second, x);
-}
-
-// Sixteen e4m3 codes, likewise.
-__device__ __forceinline__ void decode_e4m3(const uint4& c, u32 factor, u32 first, u32 second) {
-    u32 x[8] = {prmt(c.x, c.y, 0x4000), prmt(c.x, c.y, 0x5010), prmt(c.x, c.y, 0x6020), prmt(c.x, c.y, 0x7030),
-                prmt(c.z, c.w, 0x4000), prmt(c.z, c.w, 0x5010), prmt(c.z, c.w, 0x6020), prmt(c.z, c.w, 0x7030)};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = multiply_bf16(((x[i] >> 4) & 0x07f007f0u) | (x[i] & 0x80008000u), factor);
-    store_chunks(first, second, x);
-}
-
 // What a producer thread holds of one step: units of codes, and their scales.
 struct Piece {
     uint4 code[UNITS];
@@ -76,8 +51,6 @@ struct StoredSlots {
 struct Step {
     int item, number;  // number: of the item's steps
 };
-
-__device__ __forceinline__ uint4 load_codes(const u8* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
 // One of the producer warps; lanes 0..7 hold different rows, so that their stores go to different banks.
 struct Producer {
@@ -177,6 +150,13 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
         for (int r = 0; r < ROWS; ++r)
             if (r == 0 || !p.in_window(step)) s.bias[buffer][p.row(step) + 8 * r] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
     }
+    if (LEAN) {
+        bool lacking = false;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) lacking |= (r == 0 || !p.in_window(step)) && slots.of[r] < 0;
+        lacking = __any_sync(~0u, lacking);
+        if (p.lane < 2 && (!p.in_window(step) || p.lane == p.half(step))) s.absent[buffer][PRODUCERS * p.lane + p.warp] = lacking;
+    }
     if (p.ends_tile(step)) {
         fence_async_shared();
         __syncwarp();
@@ -228,16 +208,6 @@ struct Consumer {
     __device__ __forceinline__ float& value(int i) { return o[i >> 6][i & 63]; }
 };
 
-__device__ __forceinline__ float finite(float x) { return x == NEG_INF ? 0.0f : x; }
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 // Heads of an item to shared memory, channels permuted, absent heads zero.
 __device__ __forceinline__ void load_query(Shared& s, const u16* q, i64 stride_h, int heads) {
     const int first = threadIdx.x >> 6, chunk = threadIdx.x & 63;
@@ -283,34 +253,57 @@ __device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logi
 __device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int buffer, float scale, float (&logit)[32], u32 (&p)[16],
                                               float (&top)[2], float (&sum)[2]) {
     float high[2] = {NEG_INF, NEG_INF};
+    float factor = 1.0f;
+    bool plain = false;
+    if (LEAN) {
+        const uint4 absent = load_shared4(shared_address(s.absent[buffer]));
+        plain = (absent.x | absent.y | absent.z | absent.w) == 0 && scale > 0.0f;
+    }
+    if (plain) {
+        factor = scale;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float2 bias = *reinterpret_cast<const float2*>(&s.bias[buffer][8 * i + 2 * c.quad]);
+        for (int i = 0; i < 8; ++i)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float &x = logit[4 * i + 2 * r], &y = logit[4 * i + 2 * r + 1];
-            x = fmaf(x, scale, bias.x), y = fmaf(y, scale, bias.y);
-            high[r] = fmaxf(high[r], fmaxf(x, y));
+            for (int r = 0; r < 2; ++r) high[r] = fmaxf(high[r], fmaxf(logit[4 * i + 2 * r], logit[4 * i + 2 * r + 1]));
+        high[0] *= scale, high[1] *= scale;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float2 bias = *reinterpret_cast<const float2*>(&s.bias[buffer][8 * i + 2 * c.quad]);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float &x = logit[4 * i + 2 * r], &y = logit[4 * i + 2 * r + 1];
+                x = fmaf(x, scale, bias.x), y = fmaf(y, scale, bias.y);
+                high[r] = fmaxf(high[r], fmaxf(x, y));
+            }
         }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        top[r] = fmaxf(c.top[r], quad_max(high[r]));
+        const float most = quad_max(high[r]);
+        top[r] = LAZY ? (most > c.top[r] + float(LAZY) ? most : c.top[r]) : fmaxf(c.top[r], most);
         if (c.quad == 0) s.top[buffer][c.row + 8 * r] = top[r];
-        const float safe = finite(top[r]);
+        const float safe = -finite(top[r]);
         sum[r] = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float x = exp2_fast(logit[4 * i + 2 * r] - safe), y = exp2_fast(logit[4 * i + 2 * r + 1] - safe);
+            const float x = exp2_fast(fmaf(logit[4 * i + 2 * r], factor, safe)), y = exp2_fast(fmaf(logit[4 * i + 2 * r + 1], factor, safe));
             sum[r] += x + y;
             p[2 * i + r] = pack_bf16(x, y);
         }
     }
-    const u32 target = shared_address(s.weights) + c.row * 128 + (c.row & 7) * 16 + 4 * c.quad;
+    if (LEAN) {
+        const int lane = c.thread & 31, row = (c.row & ~7) + (lane & 15);
+        const u32 target = shared_address(s.weights) + row * 128 + ((row & 7) ^ (lane >> 4)) * 16;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        store_shared(target ^ i * 16, p[2 * i]);
-        store_shared((target ^ i * 16) + 1024, p[2 * i + 1]);
+        for (int i = 0; i < 4; ++i) store_matrices(target ^ i * 32, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
+    } else {
+        const u32 target = shared_address(s.weights) + c.row * 128 + (c.row & 7) * 16 + 4 * c.quad;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            store_shared(target ^ i * 16, p[2 * i]);
+            store_shared((target ^ i * 16) + 1024, p[2 * i + 1]);
+        }
     }
     fence_async_shared();
     named_arrive(2 + buffer, CONSUMERS);

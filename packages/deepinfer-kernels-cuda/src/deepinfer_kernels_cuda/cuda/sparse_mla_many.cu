@@ -1,0 +1,482 @@
+#include "wgmma.cuh"
+#include "slots.cuh"
+#include "sparse_mla.cuh"
+// Sparse MLA over quantised records, many queries: a block of 64 heads takes queries one after the other, with a role for each group
+// of four warps. The producers decode tiles of 64 keys into two buffers, in halves of the channels; one group computes logits and
+// probabilities; two add the products with the left and right half of the channels and write the output. Nothing but barriers ties them:
+// logits of a tile run beside the product of the one before, and the next query begins under the output of the last.
+
+constexpr int TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, THREADS = 512;
+
+struct Shared {
+    u8 query[TILE_BYTES];
+    u8 keys[2][TILE_BYTES];
+    u32 weights[2][2048];   // probabilities, rows of 128 bytes
+    u32 staging[8][512];    // of a warp's output: 16 heads, 64 channels
+    float factor[2][64];    // that the output so far is multiplied by before a tile is added
+    float final[2][64];     // and in the end
+    float bias[2][TILE];
+    u32 changed[2][4];      // whether a factor of 16 heads is not 1
+    u8 absent[2][4];        // whether a warp's rows lack one
+    u64 full[2][2], empty[2][2], ready[2];  // halves of a buffer; probabilities
+};
+#ifdef CLOCKS
+__device__ u32* stamps;
+#define STAMP(k) \
+    if ((threadIdx.x & 127) == 0 && turn >= 100 && turn < 124) { \
+        u32 now; \
+        asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory"); \
+        stamps[(blockIdx.x * 24 + turn - 100) * 16 + (k)] = now; \
+    }
+#else
+#define STAMP(k)
+#endif
+static_assert(sizeof(Shared) + 1024 <= SHARED, "shared memory");
+
+// What a producer thread holds of one step: half of a tile's channels, or in the window of 32 keys; units of 16 bytes, and their scales.
+struct Piece {
+    uint4 code[4];
+    u32 scale[4];
+};
+struct Slots {
+    int of[2];  // negative: absent
+};
+struct StoredSlots {
+    int2 of[2];
+};
+struct Tile {
+    int item, number;
+};
+
+// One of the four producer warps; lanes 0..7 hold different rows, so that their stores go to different banks.
+struct Producer {
+    const Records &window, &extra;
+    int items, stride, shift, extra_tiles, tiles, warp, lane;
+
+    // Tiles of the other pool come first: a thread has rows 8 apart; in the window 32 apart.
+    __device__ __forceinline__ bool in_window(const Tile& t) const { return t.number >= extra_tiles; }
+    __device__ __forceinline__ int row(bool window, int r) const { return (window ? 32 * r + 8 * warp : 16 * warp + 8 * r) + (lane & 7); }
+    __device__ __forceinline__ Tile after(const Tile& t) const {
+        return t.number + 1 < tiles ? Tile{t.item, t.number + 1} : Tile{t.item + stride, 0};
+    }
+    __device__ __forceinline__ StoredSlots stored_slots(const Tile& t) const {
+        const bool in = in_window(t), there = t.item < items;
+        const int key = (in ? t.number - extra_tiles : t.number) * TILE;
+        StoredSlots found;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            if (in) found.of[r] = window.slot(t.item >> shift, key + row(true, r), there);
+            else found.of[r] = extra.slot(t.item >> shift, key + row(false, r), there);
+        return found;
+    }
+    __device__ __forceinline__ Slots check(const Tile& t, const StoredSlots& stored) const {
+        Slots found;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            found.of[r] = stored.of[r].y == 0 && u32(stored.of[r].x) < u32(in_window(t) ? window.rows : extra.rows) ? stored.of[r].x : -1;
+        return found;
+    }
+};
+
+// Where a thread's piece lies: unit i at code[i / 2], odd ones `apart` further on; so do scales, of which a unit has one or both of two bytes.
+struct Source {
+    const u8 *code[2], *scale[2];
+    bool there[2];
+    int apart, scale_apart;
+
+    // half: of the channels; r: of the keys, in the window.
+    __device__ __forceinline__ Source(const Producer& p, bool window, const Slots& slots, int half, int r) {
+        const int unit = p.lane >> 3;
+        if (window) {
+            const int slot = r ? slots.of[1] : slots.of[0];
+            const u8* record = p.window.record(slot);
+            apart = 64, scale_apart = 2;
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+                code[j] = record + 256 * j + 128 * half + 16 * unit, scale[j] = record + 512 + 8 * j + 4 * half, there[j] = slot >= 0;
+        } else {
+            apart = 128, scale_apart = 16;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const u8* record = p.extra.record(slots.of[j]);
+                code[j] = record + 64 * half + 16 * unit, scale[j] = record + 256 + 8 * half + 2 * unit, there[j] = slots.of[j] >= 0;
+            }
+        }
+    }
+    __device__ __forceinline__ void load(Piece& piece, int i) const {
+        if (!there[i >> 1]) return;
+        piece.code[i] = load_codes(code[i >> 1] + (i & 1) * apart);
+        piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale[i >> 1] + (i & 1) * scale_apart));
+    }
+};
+
+// A piece of the window or of the other pool to shared memory, each unit followed by the load of the same of the piece to come.
+__device__ __forceinline__ void put_window(u32 keys, const Producer& p, Piece& piece, int slot, int half, int r, const Source& from) {
+    const int unit = p.lane >> 3, swizzle = p.lane & 7;
+    const u32 target = keys + p.row(true, r) * 128 + 2 * half * BLOCK;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 scale = prmt(piece.scale[i], 0, 0x4440 + (unit >> 1));
+        const u32 bits = slot < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
+        const u32 block = target + (4 * (i >> 1) + (i & 1)) * BLOCK;
+        decode_e4m3(piece.code[i], factor, block + ((2 * unit ^ swizzle) << 4), block + (((2 * unit + 1) ^ swizzle) << 4));
+        from.load(piece, i);
+    }
+}
+__device__ __forceinline__ void put_extra(u32 keys, const Producer& p, Piece& piece, const Slots& slots, int half, const Source& from) {
+    const int unit = p.lane >> 3, swizzle = p.lane & 7, chunk = (unit & 1) * 4;
+    const u32 target = keys + p.row(false, 0) * 128 + (2 * half + (unit >> 1)) * BLOCK;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 scales = unpack_f16(e4m3_halves(slots.of[i >> 1] < 0 ? 0 : piece.scale[i]));
+        const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
+        const u32 block = target + (i >> 1) * 1024 + 4 * (i & 1) * BLOCK;
+        decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
+        decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4), block + (((chunk + 3) ^ swizzle) << 4));
+        from.load(piece, i);
+    }
+}
+
+__device__ __forceinline__ void filled(Shared& s, const Producer& p, int buffer, int half) {
+    fence_async_shared();
+    __syncwarp();
+    if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer][half]));
+}
+
+// Fill the tiles of this block's items: codes a tile ahead, slots two.
+__device__ __forceinline__ void produce(Shared& s, const Producer& p, int item) {
+    Piece first{}, second{};
+    Tile tile{item, 0}, coming = p.after(tile);
+    const StoredSlots stored = p.stored_slots(tile), stored_coming = p.stored_slots(coming);
+    Slots slots = p.check(tile, stored);
+    {
+        const bool in = p.in_window(tile);
+        const Source a(p, in, slots, 0, 0), b(p, in, slots, in ? 0 : 1, 1);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a.load(first, i);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) b.load(second, i);
+    }
+    Slots coming_slots = p.check(coming, stored_coming);
+    int turn = 0;
+#pragma unroll 1
+    while (tile.item < p.items) {
+        const int buffer = turn & 1, parity = ((turn >> 1) & 1) ^ 1;
+        const Tile later = p.after(coming);
+        const StoredSlots stored_later = p.stored_slots(later);
+        const bool in = p.in_window(tile), next_in = p.in_window(coming);
+        const u32 keys = shared_address(s.keys[buffer]);
+        barrier_wait(shared_address(&s.empty[buffer][0]), parity);
+        STAMP(10)
+        const bool lacking = __any_sync(~0u, slots.of[0] < 0 || slots.of[1] < 0);
+        if (p.lane < 8) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) s.bias[buffer][p.row(in, r)] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
+            if (p.lane == 0) s.absent[buffer][p.warp] = lacking;
+        }
+        if (in) {
+            put_window(keys, p, first, slots.of[0], 0, 0, Source(p, true, slots, 1, 0));
+            put_window(keys, p, second, slots.of[1], 0, 1, Source(p, true, slots, 1, 1));
+            filled(s, p, buffer, 0);
+            STAMP(11)
+            barrier_wait(shared_address(&s.empty[buffer][1]), parity);
+            STAMP(12)
+            put_window(keys, p, first, slots.of[0], 1, 0, Source(p, next_in, coming_slots, 0, 0));
+            put_window(keys, p, second, slots.of[1], 1, 1, Source(p, next_in, coming_slots, next_in ? 0 : 1, 1));
+            filled(s, p, buffer, 1);
+        } else {
+            put_extra(keys, p, first, slots, 0, Source(p, next_in, coming_slots, 0, 0));
+            filled(s, p, buffer, 0);
+            STAMP(11)
+            barrier_wait(shared_address(&s.empty[buffer][1]), parity);
+            STAMP(12)
+            put_extra(keys, p, second, slots, 1, Source(p, next_in, coming_slots, next_in ? 0 : 1, 1));
+            filled(s, p, buffer, 1);
+        }
+        STAMP(13)
+        ++turn;
+        tile = coming, coming = later, slots = coming_slots;
+        coming_slots = p.check(later, stored_later);
+    }
+}
+
+struct Problem {
+    const u16* q;
+    i64 q_stride_n, q_stride_h;
+    u16* out;
+    i64 out_stride_n, out_stride_h;
+    float* lse;
+    const float* sink;
+    int heads, items, stride, shift, tiles;
+    float scale;
+};
+
+// Heads of an item to shared memory, channels permuted, absent heads zero. Of 128 threads.
+__device__ __forceinline__ void load_query(Shared& s, const u16* q, i64 stride_h, int heads, int thread) {
+    const int first = thread >> 6, chunk = thread & 63;
+    const u16* source = q + first * stride_h + 8 * chunk;
+    const u32 target = shared_address(s.query) + (chunk >> 3) * BLOCK + first * 128;
+#pragma unroll 1
+    for (int part = 0; part < 4; ++part) {  // of eight rows for each half of the threads: heads 16 part + 2 i + first
+        uint4 value[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            value[i] = 16 * part + 2 * i + first < heads ? load_codes(reinterpret_cast<const u8*>(source)) : uint4{0, 0, 0, 0};
+            source += 2 * stride_h;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const uint4 v = value[i];
+            store_shared4(target + part * 2048 + i * 256 + (((chunk & 7) ^ ((2 * i + first) & 7)) << 4), prmt(v.x, v.z, 0x5410),
+                          prmt(v.x, v.z, 0x7632), prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
+        }
+    }
+    fence_async_shared();
+}
+// Heads of the item to come to the L2 cache.
+__device__ __forceinline__ void prefetch_query(const u16* q, i64 stride_h, int heads, int thread) {
+    const int head = thread >> 1;
+    if (head < heads) {
+        const u16* source = q + head * stride_h + 256 * (thread & 1);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) prefetch_l2(source + 64 * i);
+    }
+}
+
+// Logits over one half of the channels: of each side of the output half.
+template <int HALF>
+__device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logit)[32]) {
+    const u64 q = wgmma_operand(shared_address(s.query), 16, 1024), k = wgmma_operand(shared_address(s.keys[buffer]), 16, 1024);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const int step = (i & 7) + (i >> 3) * 16 + HALF * 8, offset = ((step >> 2) * BLOCK + (step & 3) * 32) / 16;
+        wgmma_shared(logit, operand_at(q, offset), operand_at(k, offset), HALF + i > 0);
+    }
+    wgmma_commit();
+}
+
+// State of a thread of the logits' group: rows `row` and `row + 8`.
+struct Rows {
+    float top[2], sum[2];
+    int thread, row, quad;
+};
+
+// A tile's logits to probabilities, with factors for the output so far. The maximum that they refer to moves only by 2^8 and more.
+__device__ __forceinline__ void probabilities(Shared& s, Rows& c, int buffer, float scale, float (&logit)[32]) {
+    float high[2] = {NEG_INF, NEG_INF}, factor = scale;
+    const bool plain = load_shared(shared_address(s.absent[buffer])) == 0 && scale > 0.0f;
+    if (plain) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) high[r] = fmaxf(high[r], fmaxf(logit[4 * i + 2 * r], logit[4 * i + 2 * r + 1]));
+        high[0] *= scale, high[1] *= scale;
+    } else {
+        factor = 1.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float2 bias = *reinterpret_cast<const float2*>(&s.bias[buffer][8 * i + 2 * c.quad]);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float &x = logit[4 * i + 2 * r], &y = logit[4 * i + 2 * r + 1];
+                x = fmaf(x, scale, bias.x), y = fmaf(y, scale, bias.y);
+                high[r] = fmaxf(high[r], fmaxf(x, y));
+            }
+        }
+    }
+    u32 p[16];
+    float change[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float most = quad_max(high[r]), top = most > c.top[r] + 8.0f ? most : c.top[r];
+        change[r] = c.top[r] == NEG_INF ? 1.0f : exp2_fast(c.top[r] - top);
+        c.top[r] = top;
+        const float safe = -finite(top);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float x = exp2_fast(fmaf(logit[4 * i + 2 * r], factor, safe)), y = exp2_fast(fmaf(logit[4 * i + 2 * r + 1], factor, safe));
+            sum += x + y;
+            p[2 * i + r] = pack_bf16(x, y);
+        }
+        c.sum[r] = fmaf(c.sum[r], change[r], sum);
+    }
+    const int lane = c.thread & 31, row = (c.row & ~7) + (lane & 15);
+    const u32 target = shared_address(s.weights[buffer]) + row * 128 + ((row & 7) ^ (lane >> 4)) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_matrices(target ^ i * 32, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
+    const bool changed = __any_sync(~0u, change[0] != 1.0f || change[1] != 1.0f);
+    if (lane == 0) s.changed[buffer][c.thread >> 5] = changed;
+    if (changed && c.quad == 0) s.factor[buffer][c.row] = change[0], s.factor[buffer][c.row + 8] = change[1];
+}
+
+// Factors that turn the accumulator of keys times 2^-60 into the result; also stores the log-sum-exp.
+__device__ __forceinline__ void finish_rows(Shared& s, const Rows& c, int buffer, const Problem& a, i64 query, int first_head) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int head = first_head + c.row + 8 * r;
+        const float total = quad_sum(c.sum[r]), sink = a.sink && head < a.heads ? __ldg(a.sink + head) * LOG2E : NEG_INF;
+        const float norm = total + exp2_fast(sink - finite(c.top[r]));
+        if (c.quad == 0) {
+            s.final[buffer][c.row + 8 * r] = total > 0.0f ? __fdividef(TWO_60, norm) : 0.0f;
+#ifndef CLOCKS
+            if (head < a.heads) a.lse[query * a.heads + head] = total > 0.0f ? (finite(c.top[r]) + __log2f(total)) * LN2 : -NEG_INF;
+#endif
+        }
+    }
+}
+
+__device__ __forceinline__ void weigh(Shared& s, const Problem& a, int item, int thread) {
+    const int lane = thread & 31;
+    int turn = 0;
+#pragma unroll 1
+    for (; item < a.items; item += a.stride) {
+        const i64 query = item >> a.shift;
+        const int first_head = (item & a.shift) * 64;
+        load_query(s, a.q + query * a.q_stride_n + first_head * a.q_stride_h, a.q_stride_h, a.heads - first_head, thread);
+        named_sync(1, 128);
+        if (item + a.stride < a.items) {
+            const int coming = item + a.stride, head = (coming & a.shift) * 64;
+            prefetch_query(a.q + i64(coming >> a.shift) * a.q_stride_n + head * a.q_stride_h, a.q_stride_h, a.heads - head, thread);
+        }
+        Rows c;
+        c.thread = thread, c.row = 16 * (thread >> 5) + (lane >> 2), c.quad = lane & 3;
+        c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
+#pragma unroll 1
+        for (int tile = 0; tile < a.tiles; ++tile, ++turn) {
+            const int buffer = turn & 1, parity = (turn >> 1) & 1;
+            float logit[32];
+            barrier_wait(shared_address(&s.full[buffer][0]), parity);
+            STAMP(0)
+            start_logits<0>(s, buffer, logit);
+            STAMP(1)
+            barrier_wait(shared_address(&s.full[buffer][1]), parity);
+            STAMP(2)
+            start_logits<1>(s, buffer, logit);
+            STAMP(3)
+            wgmma_wait<0>();
+            STAMP(4)
+            probabilities(s, c, buffer, a.scale, logit);
+            if (tile + 1 == a.tiles) finish_rows(s, c, buffer, a, query, first_head);
+            fence_async_shared();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&s.ready[buffer]));
+            STAMP(5)
+        }
+        named_sync(1, 128);  // all of the group's products have read the query
+    }
+}
+
+// 256 channels of 16 heads, 64 at a time through a warp's own place.
+__device__ __forceinline__ void write_output(Shared& s, float (&o)[2][64], const float (&scale)[2], const Problem& a, i64 query, int first_head,
+                                             int first_channel, int warp, int lane) {
+    const u32 staging = shared_address(s.staging[warp]);
+    const int quad = lane & 3, inner = lane >> 2, chunk = lane & 7, head = first_head + 16 * (warp & 3);
+    u16* target = a.out + query * a.out_stride_n + (head + (lane >> 3)) * a.out_stride_h + first_channel + 8 * chunk;
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int v = 32 * (part & 1) + 4 * i + 2 * r;
+                store_shared(staging + (inner + 8 * r) * 128 + ((i ^ inner) << 4) + 4 * quad,
+                             pack_bf16(o[part >> 1][v] * scale[r], o[part >> 1][v + 1] * scale[r]));
+            }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int row = 4 * i + (lane >> 3);
+            const uint4 v = load_shared4(staging + row * 128 + ((chunk ^ (row & 7)) << 4));
+            if (head + row < a.heads)
+                *reinterpret_cast<uint4*>(target + i * 4 * a.out_stride_h + 64 * part) =
+                    uint4{prmt(v.x, v.y, 0x5410), prmt(v.z, v.w, 0x5410), prmt(v.x, v.y, 0x7632), prmt(v.z, v.w, 0x7632)};
+        }
+        __syncwarp();
+    }
+}
+
+__device__ __forceinline__ void add_products(Shared& s, const Problem& a, int item, int group, int thread) {
+    const int lane = thread & 31, warp = thread >> 5, row = 16 * warp + (lane >> 2);
+    int turn = 0;
+#pragma unroll 1
+    for (; item < a.items; item += a.stride) {
+        float o[2][64], scale[2];
+#pragma unroll
+        for (int i = 0; i < 128; ++i) o[i >> 6][i & 63] = 0.0f;
+#pragma unroll 1
+        for (int tile = 0; tile < a.tiles; ++tile, ++turn) {
+            const int buffer = turn & 1, parity = (turn >> 1) & 1;
+            barrier_wait(shared_address(&s.ready[buffer]), parity);
+            if (group == 0) STAMP(6)
+            if (s.changed[buffer][warp]) {
+                const float factor[2] = {s.factor[buffer][row], s.factor[buffer][row + 8]};
+#pragma unroll
+                for (int i = 0; i < 128; ++i) o[i >> 6][i & 63] *= factor[(i >> 1) & 1];
+            }
+            const u64 p = wgmma_operand(shared_address(s.weights[buffer]), 16, 1024);
+            const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + group * 4 * BLOCK, BLOCK, 1024);
+            wgmma_fence();
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+                    wgmma_across(o[half], operand_at(p, 2 * k), operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16), 1);
+                wgmma_commit();
+            }
+            scale[0] = s.final[buffer][row], scale[1] = s.final[buffer][row + 8];  // of the last tile they are this item's
+            if (group == 0) STAMP(7)
+            wgmma_wait<1>();
+            if (group == 0) STAMP(8)
+            if (lane == 0) barrier_arrive(shared_address(&s.empty[buffer][0]));
+            wgmma_wait<0>();
+            if (group == 0) STAMP(9)
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&s.empty[buffer][1]));
+        }
+        write_output(s, o, scale, a, item >> a.shift, (item & a.shift) * 64, group * 256, 4 * group + warp, lane);
+    }
+}
+
+// An item is a query's block of 64 heads; a block takes every gridDim.x-th. There is a key at least.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_mla_many(const u16* q, i64 q_stride_n, i64 q_stride_h,
+                const u8* window, const void* window_slots, i64 w_stride_page, i64 w_stride_row, i64 w_slots_stride, int w_keys, int w_rows,
+                int w_page, int w_shift,
+                const u8* extra, const void* extra_slots, i64 x_stride_page, i64 x_stride_row, i64 x_slots_stride, int x_keys, int x_rows,
+                int x_page, int x_shift,
+                const float* sink, u16* out, i64 out_stride_n, i64 out_stride_h, float* lse, int heads, int slots_are_long, float scale_log2,
+                int items) {
+    extern __shared__ u8 memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory + ((1024 - (shared_address(memory) & 1023)) & 1023));
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), shift = heads > 64;
+    const int extra_tiles = (x_keys + TILE - 1) / TILE, tiles = extra_tiles + (w_keys + TILE - 1) / TILE;
+#ifdef CLOCKS
+    stamps = reinterpret_cast<u32*>(lse);
+#endif
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; ++i) {
+            for (int h = 0; h < 2; ++h) barrier_init(shared_address(&s.full[i][h]), 4), barrier_init(shared_address(&s.empty[i][h]), 8);
+            barrier_init(shared_address(&s.ready[i]), 4);
+        }
+        fence_barriers();
+    }
+    __syncthreads();
+    wait_for_kernels();
+    const Problem problem{q, q_stride_n, q_stride_h, out, out_stride_n, out_stride_h, lse, sink, heads, items, int(gridDim.x), shift, tiles,
+                          scale_log2 * TWO_60};
+    if (warp >= 12) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
+        const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
+        const Producer producer{w, x, items, int(gridDim.x), shift, extra_tiles, tiles, warp - 12, int(threadIdx.x & 31)};
+        produce(s, producer, blockIdx.x);
+    } else if (warp >= 8) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        weigh(s, problem, blockIdx.x, threadIdx.x & 127);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+        add_products(s, problem, blockIdx.x, warp >> 2, threadIdx.x & 127);
+    }
+}
