@@ -6,6 +6,13 @@
 // probabilities; two add the products with the left and right half of the channels and write the output. Nothing but barriers ties them:
 // logits of a tile run beside the product of the one before, and the next query begins under the output of the last.
 
+#ifndef AHEAD
+#define AHEAD 0
+#endif
+#ifndef WEIGH_REGISTERS
+#define WEIGH_REGISTERS "96"
+#define DECODE_REGISTERS "96"
+#endif
 constexpr int TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, THREADS = 512;
 
 struct Shared {
@@ -243,15 +250,15 @@ __device__ __forceinline__ void prefetch_query(const u16* q, i64 stride_h, int h
     }
 }
 
-// Logits over one half of the channels: of each side of the output half.
-template <int HALF>
+// Logits over a part of the channels, 16 at a time: steps BEGIN to END of 32, the first half those of each side of the output half.
+template <int BEGIN, int END>
 __device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logit)[32]) {
     const u64 q = wgmma_operand(shared_address(s.query), 16, 1024), k = wgmma_operand(shared_address(s.keys[buffer]), 16, 1024);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        const int step = (i & 7) + (i >> 3) * 16 + HALF * 8, offset = ((step >> 2) * BLOCK + (step & 3) * 32) / 16;
-        wgmma_shared(logit, operand_at(q, offset), operand_at(k, offset), HALF + i > 0);
+    for (int i = BEGIN; i < END; ++i) {
+        const int step = (i & 7) + (i >> 3 & 1) * 16 + (i >> 4) * 8, offset = ((step >> 2) * BLOCK + (step & 3) * 32) / 16;
+        wgmma_shared(logit, operand_at(q, offset), operand_at(k, offset), i > 0);
     }
     wgmma_commit();
 }
@@ -285,27 +292,28 @@ __device__ __forceinline__ void probabilities(Shared& s, Rows& c, int buffer, fl
             }
         }
     }
-    u32 p[16];
-    float change[2];
+    float change[2], safe[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float most = quad_max(high[r]), top = most > c.top[r] + 8.0f ? most : c.top[r];
         change[r] = c.top[r] == NEG_INF ? 1.0f : exp2_fast(c.top[r] - top);
-        c.top[r] = top;
-        const float safe = -finite(top);
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float x = exp2_fast(fmaf(logit[4 * i + 2 * r], factor, safe)), y = exp2_fast(fmaf(logit[4 * i + 2 * r + 1], factor, safe));
-            sum += x + y;
-            p[2 * i + r] = pack_bf16(x, y);
-        }
-        c.sum[r] = fmaf(c.sum[r], change[r], sum);
+        c.top[r] = top, c.sum[r] *= change[r];
+        safe[r] = -finite(top);
     }
     const int lane = c.thread & 31, row = (c.row & ~7) + (lane & 15);
     const u32 target = shared_address(s.weights[buffer]) + row * 128 + ((row & 7) ^ (lane >> 4)) * 16;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) store_matrices(target ^ i * 32, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
+    for (int i = 0; i < 4; ++i) {
+        u32 p[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int r = j & 1, k = 8 * i + 4 * (j >> 1) + 2 * r;
+            const float x = exp2_fast(fmaf(logit[k], factor, safe[r])), y = exp2_fast(fmaf(logit[k + 1], factor, safe[r]));
+            c.sum[r] += x + y;
+            p[j] = pack_bf16(x, y);
+        }
+        store_matrices(target ^ i * 32, p[0], p[1], p[2], p[3]);
+    }
     const bool changed = __any_sync(~0u, change[0] != 1.0f || change[1] != 1.0f);
     if (lane == 0) s.changed[buffer][c.thread >> 5] = changed;
     if (changed && c.quad == 0) s.factor[buffer][c.row] = change[0], s.factor[buffer][c.row + 8] = change[1];
@@ -327,6 +335,23 @@ __device__ __forceinline__ void finish_rows(Shared& s, const Rows& c, int buffer
     }
 }
 
+#if AHEAD
+__device__ __forceinline__ void first_logits(Shared& s, int turn, float (&logit)[32]) {
+    const int buffer = turn & 1, parity = (turn >> 1) & 1;
+    barrier_wait(shared_address(&s.full[buffer][0]), parity);
+    STAMP(0)
+    start_logits<0, 16>(s, buffer, logit);
+    barrier_wait(shared_address(&s.full[buffer][1]), parity);
+    start_logits<16, 32>(s, buffer, logit);
+    wgmma_wait<0>();
+}
+__device__ __forceinline__ void arrive_ready(Shared& s, int turn, int lane) {
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&s.ready[turn & 1]));
+}
+#endif
+
 __device__ __forceinline__ void weigh(Shared& s, const Problem& a, int item, int thread) {
     const int lane = thread & 31;
     int turn = 0;
@@ -343,17 +368,48 @@ __device__ __forceinline__ void weigh(Shared& s, const Problem& a, int item, int
         Rows c;
         c.thread = thread, c.row = 16 * (thread >> 5) + (lane >> 2), c.quad = lane & 3;
         c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
+#if AHEAD
+        float logit[32];
+        first_logits(s, turn, logit);
+#pragma unroll 1
+        for (int tile = 0; tile < a.tiles; ++tile, ++turn) {
+            float next[32];
+            const bool last = tile + 1 == a.tiles;
+            const int coming = (turn + 1) & 1, parity = ((turn + 1) >> 1) & 1;
+            STAMP(4)
+            if (!last) {
+                barrier_wait(shared_address(&s.full[coming][0]), parity);
+                STAMP(0)
+                start_logits<0, AHEAD>(s, coming, next);
+                STAMP(1)
+            }
+            probabilities(s, c, turn & 1, a.scale, logit);
+            if (last) finish_rows(s, c, turn & 1, a, query, first_head);
+            arrive_ready(s, turn, lane);
+            STAMP(5)
+            if (!last) {
+                start_logits<AHEAD, 16>(s, coming, next);
+                barrier_wait(shared_address(&s.full[coming][1]), parity);
+                STAMP(2)
+                start_logits<16, 32>(s, coming, next);
+                STAMP(3)
+                wgmma_wait<0>();
+#pragma unroll
+                for (int i = 0; i < 32; ++i) logit[i] = next[i];
+            }
+        }
+#else
 #pragma unroll 1
         for (int tile = 0; tile < a.tiles; ++tile, ++turn) {
             const int buffer = turn & 1, parity = (turn >> 1) & 1;
             float logit[32];
             barrier_wait(shared_address(&s.full[buffer][0]), parity);
             STAMP(0)
-            start_logits<0>(s, buffer, logit);
+            start_logits<0, 16>(s, buffer, logit);
             STAMP(1)
             barrier_wait(shared_address(&s.full[buffer][1]), parity);
             STAMP(2)
-            start_logits<1>(s, buffer, logit);
+            start_logits<16, 32>(s, buffer, logit);
             STAMP(3)
             wgmma_wait<0>();
             STAMP(4)
@@ -364,6 +420,7 @@ __device__ __forceinline__ void weigh(Shared& s, const Problem& a, int item, int
             if (lane == 0) barrier_arrive(shared_address(&s.ready[buffer]));
             STAMP(5)
         }
+#endif
         named_sync(1, 128);  // all of the group's products have read the query
     }
 }
@@ -467,13 +524,13 @@ sparse_mla_many(const u16* q, i64 q_stride_n, i64 q_stride_h,
     const Problem problem{q, q_stride_n, q_stride_h, out, out_stride_n, out_stride_h, lse, sink, heads, items, int(gridDim.x), shift, tiles,
                           scale_log2 * TWO_60};
     if (warp >= 12) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 " DECODE_REGISTERS ";");
         const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
         const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
         const Producer producer{w, x, items, int(gridDim.x), shift, extra_tiles, tiles, warp - 12, int(threadIdx.x & 31)};
         produce(s, producer, blockIdx.x);
     } else if (warp >= 8) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 " WEIGH_REGISTERS ";");
         weigh(s, problem, blockIdx.x, threadIdx.x & 127);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
