@@ -9,6 +9,9 @@
 #ifndef AHEAD
 #define AHEAD 0
 #endif
+#ifndef EARLY
+#define EARLY 1
+#endif
 #ifndef WEIGH_REGISTERS
 #define WEIGH_REGISTERS "96"
 #define DECODE_REGISTERS "96"
@@ -335,6 +338,113 @@ __device__ __forceinline__ void finish_rows(Shared& s, const Rows& c, int buffer
     }
 }
 
+#if EARLY
+// Eight of the heads of an item, 16 part + 2 i + (0 or 1), to registers, absent ones zero; to shared memory, channels permuted.
+__device__ __forceinline__ void fetch_heads(uint4 (&value)[8], const Problem& a, int item, int part, int thread) {
+    const int first = (item & a.shift) * 64 + 16 * part + (thread >> 6);
+    const u16* source = a.q + i64(item >> a.shift) * a.q_stride_n + first * a.q_stride_h + 8 * (thread & 63);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        value[i] = item < a.items && first + 2 * i < a.heads ? load_codes(reinterpret_cast<const u8*>(source + 2 * i * a.q_stride_h)) : uint4{0, 0, 0, 0};
+}
+__device__ __forceinline__ void store_heads(Shared& s, const uint4 (&value)[8], int part, int thread) {
+    const int first = thread >> 6, chunk = thread & 63;
+    const u32 target = shared_address(s.query) + (chunk >> 3) * BLOCK + first * 128 + part * 2048;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint4 v = value[i];
+        store_shared4(target + i * 256 + (((chunk & 7) ^ ((2 * i + first) & 7)) << 4), prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632),
+                      prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
+    }
+}
+
+__device__ __forceinline__ void tile_logits(Shared& s, int turn, float (&logit)[32]) {
+    const int buffer = turn & 1, parity = (turn >> 1) & 1;
+    barrier_wait(shared_address(&s.full[buffer][0]), parity);
+    STAMP(0)
+    start_logits<0, 16>(s, buffer, logit);
+    STAMP(1)
+    barrier_wait(shared_address(&s.full[buffer][1]), parity);
+    STAMP(2)
+    start_logits<16, 32>(s, buffer, logit);
+    STAMP(3)
+    wgmma_wait<0>();
+    STAMP(4)
+}
+__device__ __forceinline__ void arrive_ready(Shared& s, int turn, int lane) {
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared_address(&s.ready[turn & 1]));
+    STAMP(5)
+}
+
+__device__ __forceinline__ void weigh(Shared& s, const Problem& a, int item, int thread) {
+    const int lane = thread & 31;
+    int turn = 0;
+    uint4 v[8], w[8];
+    fetch_heads(v, a, item, 0, thread);
+    fetch_heads(w, a, item, 1, thread);
+#pragma unroll 1
+    while (true) {
+        store_heads(s, v, 0, thread);
+        fetch_heads(v, a, item, 2, thread);
+        store_heads(s, w, 1, thread);
+        fetch_heads(w, a, item, 3, thread);
+        store_heads(s, v, 2, thread);
+        store_heads(s, w, 3, thread);
+        fence_async_shared();
+        named_sync(1, 128);
+        const int coming = item + a.stride;
+        if (coming < a.items) {
+            const int head = (coming & a.shift) * 64;
+            prefetch_query(a.q + i64(coming >> a.shift) * a.q_stride_n + head * a.q_stride_h, a.q_stride_h, a.heads - head, thread);
+        }
+        Rows c;
+        c.thread = thread, c.row = 16 * (thread >> 5) + (lane >> 2), c.quad = lane & 3;
+        c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
+        float logit[32];
+#if AHEAD
+        tile_logits(s, turn, logit);
+#pragma unroll 1
+        for (int tile = 1; tile < a.tiles; ++tile, ++turn) {
+            float next[32];
+            const int buffer = (turn + 1) & 1, parity = ((turn + 1) >> 1) & 1;
+            STAMP(4)
+            barrier_wait(shared_address(&s.full[buffer][0]), parity);
+            STAMP(0)
+            start_logits<0, AHEAD>(s, buffer, next);
+            STAMP(1)
+            probabilities(s, c, turn & 1, a.scale, logit);
+            arrive_ready(s, turn, lane);
+            start_logits<AHEAD, 16>(s, buffer, next);
+            barrier_wait(shared_address(&s.full[buffer][1]), parity);
+            STAMP(2)
+            start_logits<16, 32>(s, buffer, next);
+            STAMP(3)
+            wgmma_wait<0>();
+#pragma unroll
+            for (int i = 0; i < 32; ++i) logit[i] = next[i];
+        }
+#else
+#pragma unroll 1
+        for (int tile = 1; tile < a.tiles; ++tile, ++turn) {
+            tile_logits(s, turn, logit);
+            probabilities(s, c, turn & 1, a.scale, logit);
+            arrive_ready(s, turn, lane);
+        }
+        tile_logits(s, turn, logit);
+#endif
+        probabilities(s, c, turn & 1, a.scale, logit);
+        fetch_heads(v, a, coming, 0, thread);
+        fetch_heads(w, a, coming, 1, thread);
+        finish_rows(s, c, turn & 1, a, item >> a.shift, (item & a.shift) * 64);
+        arrive_ready(s, turn, lane);
+        ++turn, item = coming;
+        if (item >= a.items) return;
+        named_sync(1, 128);  // all of the group's products have read the query
+    }
+}
+#else
 #if AHEAD
 __device__ __forceinline__ void first_logits(Shared& s, int turn, float (&logit)[32]) {
     const int buffer = turn & 1, parity = (turn >> 1) & 1;
@@ -424,6 +534,7 @@ __device__ __forceinline__ void weigh(Shared& s, const Problem& a, int item, int
         named_sync(1, 128);  // all of the group's products have read the query
     }
 }
+#endif
 
 // 256 channels of 16 heads, 64 at a time through a warp's own place.
 __device__ __forceinline__ void write_output(Shared& s, float (&o)[2][64], const float (&scale)[2], const Problem& a, i64 query, int first_head,
