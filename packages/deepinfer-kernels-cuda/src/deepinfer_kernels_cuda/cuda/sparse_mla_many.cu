@@ -339,13 +339,19 @@ __device__ __forceinline__ void finish_rows(Shared& s, const Rows& c, int buffer
 }
 
 #if EARLY
+// Not moved by the compiler: a load that comes earlier than it is written takes registers that are not there.
+__device__ __forceinline__ uint4 load_here(const u16* p) {
+    uint4 d;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(p) : "memory");
+    return d;
+}
 // Eight of the heads of an item, 16 part + 2 i + (0 or 1), to registers, absent ones zero; to shared memory, channels permuted.
 __device__ __forceinline__ void fetch_heads(uint4 (&value)[8], const Problem& a, int item, int part, int thread) {
     const int first = (item & a.shift) * 64 + 16 * part + (thread >> 6);
     const u16* source = a.q + i64(item >> a.shift) * a.q_stride_n + first * a.q_stride_h + 8 * (thread & 63);
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-        value[i] = item < a.items && first + 2 * i < a.heads ? load_codes(reinterpret_cast<const u8*>(source + 2 * i * a.q_stride_h)) : uint4{0, 0, 0, 0};
+        value[i] = first + 2 * i < a.heads ? load_here(source + 2 * i * a.q_stride_h) : uint4{0, 0, 0, 0};
 }
 __device__ __forceinline__ void store_heads(Shared& s, const uint4 (&value)[8], int part, int thread) {
     const int first = thread >> 6, chunk = thread & 63;
@@ -435,12 +441,12 @@ __device__ __forceinline__ void weigh(Shared& s, const Problem& a, int item, int
         tile_logits(s, turn, logit);
 #endif
         probabilities(s, c, turn & 1, a.scale, logit);
-        fetch_heads(v, a, coming, 0, thread);
-        fetch_heads(w, a, coming, 1, thread);
         finish_rows(s, c, turn & 1, a, item >> a.shift, (item & a.shift) * 64);
         arrive_ready(s, turn, lane);
         ++turn, item = coming;
         if (item >= a.items) return;
+        fetch_heads(v, a, item, 0, thread);
+        fetch_heads(w, a, item, 1, thread);
         named_sync(1, 128);  // all of the group's products have read the query
     }
 }
