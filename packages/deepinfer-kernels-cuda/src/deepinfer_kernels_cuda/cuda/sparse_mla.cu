@@ -20,6 +20,9 @@ constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES 
 #ifndef LAZY
 #define LAZY 8
 #endif
+#ifndef LATE
+#define LATE 1
+#endif
 #ifndef LEAN
 #define LEAN 1
 #endif
@@ -130,7 +133,7 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
             const u32 bits = slots.of[0] < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
             const u32 block = target + ((first >> 2) + i) * BLOCK;
             decode_e4m3(piece.code[i], factor, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
-            from.load(piece, i, coming);
+            if (!LATE) from.load(piece, i, coming);
         }
     } else {
 #pragma unroll
@@ -142,7 +145,7 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
             decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
             decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4),
                         block + (((chunk + 3) ^ swizzle) << 4));
-            from.load(piece, i, coming);
+            if (!LATE) from.load(piece, i, coming);
         }
     }
     if (p.lane < 8) {
@@ -162,6 +165,9 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
         __syncwarp();
         if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer]));
     }
+    if (LATE)
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) from.load(piece, i, coming);
     slots = coming;
 }
 

@@ -9,6 +9,9 @@
 #ifndef AHEAD
 #define AHEAD 0
 #endif
+#ifndef LATE
+#define LATE 1
+#endif
 #ifndef EARLY
 #define EARLY 1
 #endif
@@ -113,6 +116,10 @@ struct Source {
             }
         }
     }
+    __device__ __forceinline__ void load_all(Piece& piece) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) load(piece, i);
+    }
     __device__ __forceinline__ void load(Piece& piece, int i) const {
         if (!there[i >> 1]) return;
         piece.code[i] = load_codes(code[i >> 1] + (i & 1) * apart);
@@ -130,7 +137,7 @@ __device__ __forceinline__ void put_window(u32 keys, const Producer& p, Piece& p
         const u32 bits = slot < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
         const u32 block = target + (4 * (i >> 1) + (i & 1)) * BLOCK;
         decode_e4m3(piece.code[i], factor, block + ((2 * unit ^ swizzle) << 4), block + (((2 * unit + 1) ^ swizzle) << 4));
-        from.load(piece, i);
+        if (LATE == 0) from.load(piece, i);
     }
 }
 __device__ __forceinline__ void put_extra(u32 keys, const Producer& p, Piece& piece, const Slots& slots, int half, const Source& from) {
@@ -143,12 +150,12 @@ __device__ __forceinline__ void put_extra(u32 keys, const Producer& p, Piece& pi
         const u32 block = target + (i >> 1) * 1024 + 4 * (i & 1) * BLOCK;
         decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
         decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4), block + (((chunk + 3) ^ swizzle) << 4));
-        from.load(piece, i);
+        if (LATE == 0) from.load(piece, i);
     }
 }
 
 __device__ __forceinline__ void filled(Shared& s, const Producer& p, int buffer, int half) {
-    fence_async_shared();
+    if (LATE < 2) fence_async_shared();
     __syncwarp();
     if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer][half]));
 }
@@ -184,24 +191,33 @@ __device__ __forceinline__ void produce(Shared& s, const Producer& p, int item) 
             for (int r = 0; r < 2; ++r) s.bias[buffer][p.row(in, r)] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
             if (p.lane == 0) s.absent[buffer][p.warp] = lacking;
         }
+#define THEN(x) if (LATE) x;
         if (in) {
-            put_window(keys, p, first, slots.of[0], 0, 0, Source(p, true, slots, 1, 0));
-            put_window(keys, p, second, slots.of[1], 0, 1, Source(p, true, slots, 1, 1));
+            const Source a(p, true, slots, 1, 0), b(p, true, slots, 1, 1);
+            put_window(keys, p, first, slots.of[0], 0, 0, a);
+            put_window(keys, p, second, slots.of[1], 0, 1, b);
             filled(s, p, buffer, 0);
+            THEN(a.load_all(first)) THEN(b.load_all(second))
             STAMP(11)
             barrier_wait(shared_address(&s.empty[buffer][1]), parity);
             STAMP(12)
-            put_window(keys, p, first, slots.of[0], 1, 0, Source(p, next_in, coming_slots, 0, 0));
-            put_window(keys, p, second, slots.of[1], 1, 1, Source(p, next_in, coming_slots, next_in ? 0 : 1, 1));
+            const Source d(p, next_in, coming_slots, 0, 0), e(p, next_in, coming_slots, next_in ? 0 : 1, 1);
+            put_window(keys, p, first, slots.of[0], 1, 0, d);
+            put_window(keys, p, second, slots.of[1], 1, 1, e);
             filled(s, p, buffer, 1);
+            THEN(d.load_all(first)) THEN(e.load_all(second))
         } else {
-            put_extra(keys, p, first, slots, 0, Source(p, next_in, coming_slots, 0, 0));
+            const Source d(p, next_in, coming_slots, 0, 0);
+            put_extra(keys, p, first, slots, 0, d);
             filled(s, p, buffer, 0);
+            THEN(d.load_all(first))
             STAMP(11)
             barrier_wait(shared_address(&s.empty[buffer][1]), parity);
             STAMP(12)
-            put_extra(keys, p, second, slots, 1, Source(p, next_in, coming_slots, next_in ? 0 : 1, 1));
+            const Source e(p, next_in, coming_slots, next_in ? 0 : 1, 1);
+            put_extra(keys, p, second, slots, 1, e);
             filled(s, p, buffer, 1);
+            THEN(e.load_all(second))
         }
         STAMP(13)
         ++turn;
@@ -257,6 +273,7 @@ __device__ __forceinline__ void prefetch_query(const u16* q, i64 stride_h, int h
 template <int BEGIN, int END>
 __device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logit)[32]) {
     const u64 q = wgmma_operand(shared_address(s.query), 16, 1024), k = wgmma_operand(shared_address(s.keys[buffer]), 16, 1024);
+    if (LATE == 2 && (BEGIN == 0 || BEGIN == 16)) fence_async_shared();
     wgmma_fence();
 #pragma unroll
     for (int i = BEGIN; i < END; ++i) {
@@ -378,7 +395,7 @@ __device__ __forceinline__ void tile_logits(Shared& s, int turn, float (&logit)[
     STAMP(4)
 }
 __device__ __forceinline__ void arrive_ready(Shared& s, int turn, int lane) {
-    fence_async_shared();
+    if (LATE < 2) fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&s.ready[turn & 1]));
     STAMP(5)
@@ -462,7 +479,7 @@ __device__ __forceinline__ void first_logits(Shared& s, int turn, float (&logit)
     wgmma_wait<0>();
 }
 __device__ __forceinline__ void arrive_ready(Shared& s, int turn, int lane) {
-    fence_async_shared();
+    if (LATE < 2) fence_async_shared();
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&s.ready[turn & 1]));
 }
@@ -590,6 +607,7 @@ __device__ __forceinline__ void add_products(Shared& s, const Problem& a, int it
                 for (int i = 0; i < 128; ++i) o[i >> 6][i & 63] *= factor[(i >> 1) & 1];
             }
             const u64 p = wgmma_operand(shared_address(s.weights[buffer]), 16, 1024);
+            if (LATE == 2) fence_async_shared();
             const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + group * 4 * BLOCK, BLOCK, 1024);
             wgmma_fence();
 #pragma unroll
