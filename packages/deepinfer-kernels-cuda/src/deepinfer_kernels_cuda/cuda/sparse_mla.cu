@@ -21,7 +21,7 @@ constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES 
 #define LAZY 8
 #endif
 #ifndef LATE
-#define LATE 1
+#define LATE 0
 #endif
 #ifndef LEAN
 #define LEAN 1

@@ -32,17 +32,19 @@ struct Shared {
     u32 changed[2][4];      // whether a factor of 16 heads is not 1
     u8 absent[2][4];        // whether a warp's rows lack one
     u64 full[2][2], empty[2][2], ready[2];  // halves of a buffer; probabilities
+#ifdef CLOCKS
+    u32 stamps[64];
+#endif
 };
 #ifdef CLOCKS
-__device__ u32* stamps;
 #define STAMP(k) \
-    if ((threadIdx.x & 127) == 0 && turn >= 100 && turn < 124) { \
+    if ((CLOCKS >> (k) & 1) && (threadIdx.x & 127) == 0 && turn >= 104 && turn < 108) { \
         u32 now; \
         asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory"); \
-        stamps[(blockIdx.x * 24 + turn - 100) * 16 + (k)] = now; \
+        s.stamps[(turn & 3) * 16 + (k)] = now; \
     }
 #else
-#define STAMP(k)
+#define STAMP(k) {}
 #endif
 static_assert(sizeof(Shared) + 1024 <= SHARED, "shared memory");
 
@@ -91,66 +93,68 @@ struct Producer {
     }
 };
 
-// Where a thread's piece lies: unit i at code[i / 2], odd ones `apart` further on; so do scales, of which a unit has one or both of two bytes.
-struct Source {
-    const u8 *code[2], *scale[2];
-    bool there[2];
-    int apart, scale_apart;
+// A record, moved to where a thread's units and scales of it begin.
+struct Place {
+    const u8 *code, *scale;
+};
+struct Places {
+    Place of[2];
 
-    // half: of the channels; r: of the keys, in the window.
-    __device__ __forceinline__ Source(const Producer& p, bool window, const Slots& slots, int half, int r) {
+    __device__ __forceinline__ Places(const Producer& p, bool window, const Slots& slots) {
         const int unit = p.lane >> 3;
-        if (window) {
-            const int slot = r ? slots.of[1] : slots.of[0];
-            const u8* record = p.window.record(slot);
-            apart = 64, scale_apart = 2;
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-                code[j] = record + 256 * j + 128 * half + 16 * unit, scale[j] = record + 512 + 8 * j + 4 * half, there[j] = slot >= 0;
-        } else {
-            apart = 128, scale_apart = 16;
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const u8* record = p.extra.record(slots.of[j]);
-                code[j] = record + 64 * half + 16 * unit, scale[j] = record + 256 + 8 * half + 2 * unit, there[j] = slots.of[j] >= 0;
-            }
+        for (int r = 0; r < 2; ++r) {
+            const u8* record = window ? p.window.record(slots.of[r]) : p.extra.record(slots.of[r]);
+            of[r].code = record + 16 * unit, of[r].scale = record + (window ? 512 : 256 + 2 * unit);
         }
-    }
-    __device__ __forceinline__ void load_all(Piece& piece) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) load(piece, i);
-    }
-    __device__ __forceinline__ void load(Piece& piece, int i) const {
-        if (!there[i >> 1]) return;
-        piece.code[i] = load_codes(code[i >> 1] + (i & 1) * apart);
-        piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale[i >> 1] + (i & 1) * scale_apart));
     }
 };
 
-// A piece of the window or of the other pool to shared memory, each unit followed by the load of the same of the piece to come.
-__device__ __forceinline__ void put_window(u32 keys, const Producer& p, Piece& piece, int slot, int half, int r, const Source& from) {
-    const int unit = p.lane >> 3, swizzle = p.lane & 7;
-    const u32 target = keys + p.row(true, r) * 128 + 2 * half * BLOCK;
+__device__ __forceinline__ void load_unit(Piece& piece, int i, const Place& at, bool there, int code, int scale) {
+    if (!there) return;
+    piece.code[i] = load_codes(at.code + code);
+    piece.scale[i] = __ldg(reinterpret_cast<const u16*>(at.scale + scale));
+}
+// A piece: half of the channels, in the window of the keys of slot r. A unit has one or both of two scales.
+__device__ __forceinline__ void load_window(Piece& piece, int i, const Places& at, const Slots& slots, int half, int r) {
+        load_unit(piece, i, at.of[r], slots.of[r] >= 0, 256 * (i >> 1) + 128 * half + 64 * (i & 1), 8 * (i >> 1) + 4 * half + 2 * (i & 1));
+}
+__device__ __forceinline__ void load_extra(Piece& piece, int i, const Places& at, const Slots& slots, int half) {
+    load_unit(piece, i, at.of[i >> 1], slots.of[i >> 1] >= 0, 64 * half + 128 * (i & 1), 8 * half + 16 * (i & 1));
+}
+// The first or second piece of a tile.
+__device__ __forceinline__ void load_piece(Piece& piece, int i, bool window, const Places& at, const Slots& slots, int which) {
+    if (window) load_window(piece, i, at, slots, 0, which);
+    else load_extra(piece, i, at, slots, which);
+}
+template <class Load>
+__device__ __forceinline__ void load_four(const Load& load) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) load(i);
+}
+
+// A piece to shared memory. `place`: of a thread's first chunk there; others are an exclusive or away.
+template <class Load>
+__device__ __forceinline__ void put_window(u32 place, const Producer& p, const Piece& piece, int slot, int half, int r, const Load& load) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const u32 scale = prmt(piece.scale[i], 0, 0x4440 + (unit >> 1));
-        const u32 bits = slot < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
-        const u32 block = target + (4 * (i >> 1) + (i & 1)) * BLOCK;
-        decode_e4m3(piece.code[i], factor, block + ((2 * unit ^ swizzle) << 4), block + (((2 * unit + 1) ^ swizzle) << 4));
-        if (LATE == 0) from.load(piece, i);
+        const u32 scale = prmt(piece.scale[i], 0, 0x4440 + (p.lane >> 4));
+        const u32 factor = (scale == 255 ? 0x7fc07fc0u : (min(scale + 60, 254u) << 7) * 0x10001u) & ~u32(slot >> 31);
+        const u32 at = r * 4096 + (4 * (i >> 1) + (i & 1) + 2 * half) * BLOCK;
+        decode_e4m3(piece.code[i], factor, place + at, (place ^ 16) + at);
+        if (LATE == 0) load(i);
     }
 }
-__device__ __forceinline__ void put_extra(u32 keys, const Producer& p, Piece& piece, const Slots& slots, int half, const Source& from) {
-    const int unit = p.lane >> 3, swizzle = p.lane & 7, chunk = (unit & 1) * 4;
-    const u32 target = keys + p.row(false, 0) * 128 + (2 * half + (unit >> 1)) * BLOCK;
+template <class Load>
+__device__ __forceinline__ void put_extra(u32 place, const Piece& piece, const Slots& slots, int half, const Load& load) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float2 scales = unpack_f16(e4m3_halves(slots.of[i >> 1] < 0 ? 0 : piece.scale[i]));
         const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
-        const u32 block = target + (i >> 1) * 1024 + 4 * (i & 1) * BLOCK;
-        decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
-        decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4), block + (((chunk + 3) ^ swizzle) << 4));
-        if (LATE == 0) from.load(piece, i);
+        const u32 at = (i >> 1) * 1024 + (4 * (i & 1) + 2 * half) * BLOCK;
+        decode_e2m1(piece.code[i].x, piece.code[i].y, f0, place + at, (place ^ 16) + at);
+        decode_e2m1(piece.code[i].z, piece.code[i].w, f1, (place ^ 32) + at, (place ^ 48) + at);
+        if (LATE == 0) load(i);
     }
 }
 
@@ -160,21 +164,20 @@ __device__ __forceinline__ void filled(Shared& s, const Producer& p, int buffer,
     if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer][half]));
 }
 
-// Fill the tiles of this block's items: codes a tile ahead, slots two.
+// Fill the tiles of this block's items: codes a tile ahead, slots two. Codes are fetched behind the fence, which waits for all loads
+// under way.
 __device__ __forceinline__ void produce(Shared& s, const Producer& p, int item) {
     Piece first{}, second{};
     Tile tile{item, 0}, coming = p.after(tile);
     const StoredSlots stored = p.stored_slots(tile), stored_coming = p.stored_slots(coming);
     Slots slots = p.check(tile, stored);
-    {
-        const bool in = p.in_window(tile);
-        const Source a(p, in, slots, 0, 0), b(p, in, slots, in ? 0 : 1, 1);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a.load(first, i);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) b.load(second, i);
-    }
+    Places here(p, p.in_window(tile), slots);
+    load_four([&](int i) { load_piece(first, i, p.in_window(tile), here, slots, 0); });
+    load_four([&](int i) { load_piece(second, i, p.in_window(tile), here, slots, 1); });
     Slots coming_slots = p.check(coming, stored_coming);
+    const int unit = p.lane >> 3, swizzle = p.lane & 7;
+    const u32 window_place = shared_address(s.keys[0]) + p.row(true, 0) * 128 + ((2 * unit ^ swizzle) << 4);
+    const u32 extra_place = shared_address(s.keys[0]) + p.row(false, 0) * 128 + (unit >> 1) * BLOCK + (((unit & 1) * 4 ^ swizzle) << 4);
     int turn = 0;
 #pragma unroll 1
     while (tile.item < p.items) {
@@ -182,7 +185,7 @@ __device__ __forceinline__ void produce(Shared& s, const Producer& p, int item) 
         const Tile later = p.after(coming);
         const StoredSlots stored_later = p.stored_slots(later);
         const bool in = p.in_window(tile), next_in = p.in_window(coming);
-        const u32 keys = shared_address(s.keys[buffer]);
+        const Places next(p, next_in, coming_slots);
         barrier_wait(shared_address(&s.empty[buffer][0]), parity);
         STAMP(10)
         const bool lacking = __any_sync(~0u, slots.of[0] < 0 || slots.of[1] < 0);
@@ -191,37 +194,37 @@ __device__ __forceinline__ void produce(Shared& s, const Producer& p, int item) 
             for (int r = 0; r < 2; ++r) s.bias[buffer][p.row(in, r)] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
             if (p.lane == 0) s.absent[buffer][p.warp] = lacking;
         }
-#define THEN(x) if (LATE) x;
+        const u32 place = (in ? window_place : extra_place) + buffer * TILE_BYTES;
+        const auto to_first = [&](int i) { load_piece(first, i, next_in, next, coming_slots, 0); };
+        const auto to_second = [&](int i) { load_piece(second, i, next_in, next, coming_slots, 1); };
         if (in) {
-            const Source a(p, true, slots, 1, 0), b(p, true, slots, 1, 1);
-            put_window(keys, p, first, slots.of[0], 0, 0, a);
-            put_window(keys, p, second, slots.of[1], 0, 1, b);
+            const auto half_first = [&](int i) { load_window(first, i, here, slots, 1, 0); };
+            const auto half_second = [&](int i) { load_window(second, i, here, slots, 1, 1); };
+            put_window(place, p, first, slots.of[0], 0, 0, half_first);
+            put_window(place, p, second, slots.of[1], 0, 1, half_second);
             filled(s, p, buffer, 0);
-            THEN(a.load_all(first)) THEN(b.load_all(second))
-            STAMP(11)
-            barrier_wait(shared_address(&s.empty[buffer][1]), parity);
-            STAMP(12)
-            const Source d(p, next_in, coming_slots, 0, 0), e(p, next_in, coming_slots, next_in ? 0 : 1, 1);
-            put_window(keys, p, first, slots.of[0], 1, 0, d);
-            put_window(keys, p, second, slots.of[1], 1, 1, e);
-            filled(s, p, buffer, 1);
-            THEN(d.load_all(first)) THEN(e.load_all(second))
+            if (LATE) load_four(half_first), load_four(half_second);
         } else {
-            const Source d(p, next_in, coming_slots, 0, 0);
-            put_extra(keys, p, first, slots, 0, d);
+            put_extra(place, first, slots, 0, to_first);
             filled(s, p, buffer, 0);
-            THEN(d.load_all(first))
-            STAMP(11)
-            barrier_wait(shared_address(&s.empty[buffer][1]), parity);
-            STAMP(12)
-            const Source e(p, next_in, coming_slots, next_in ? 0 : 1, 1);
-            put_extra(keys, p, second, slots, 1, e);
+            if (LATE) load_four(to_first);
+        }
+        STAMP(11)
+        barrier_wait(shared_address(&s.empty[buffer][1]), parity);
+        STAMP(12)
+        if (in) {
+            put_window(place, p, first, slots.of[0], 1, 0, to_first);
+            put_window(place, p, second, slots.of[1], 1, 1, to_second);
             filled(s, p, buffer, 1);
-            THEN(e.load_all(second))
+            if (LATE) load_four(to_first), load_four(to_second);
+        } else {
+            put_extra(place, second, slots, 1, to_second);
+            filled(s, p, buffer, 1);
+            if (LATE) load_four(to_second);
         }
         STAMP(13)
         ++turn;
-        tile = coming, coming = later, slots = coming_slots;
+        tile = coming, coming = later, slots = coming_slots, here = next;
         coming_slots = p.check(later, stored_later);
     }
 }
@@ -644,9 +647,6 @@ sparse_mla_many(const u16* q, i64 q_stride_n, i64 q_stride_h,
     Shared& s = *reinterpret_cast<Shared*>(memory + ((1024 - (shared_address(memory) & 1023)) & 1023));
     const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), shift = heads > 64;
     const int extra_tiles = (x_keys + TILE - 1) / TILE, tiles = extra_tiles + (w_keys + TILE - 1) / TILE;
-#ifdef CLOCKS
-    stamps = reinterpret_cast<u32*>(lse);
-#endif
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; ++i) {
             for (int h = 0; h < 2; ++h) barrier_init(shared_address(&s.full[i][h]), 4), barrier_init(shared_address(&s.empty[i][h]), 8);
@@ -670,5 +670,8 @@ sparse_mla_many(const u16* q, i64 q_stride_n, i64 q_stride_h,
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
         add_products(s, problem, blockIdx.x, warp >> 2, threadIdx.x & 127);
+#ifdef CLOCKS
+        if (threadIdx.x < 64) reinterpret_cast<u32*>(lse)[blockIdx.x * 64 + threadIdx.x] = s.stamps[threadIdx.x];
+#endif
     }
 }
