@@ -37,15 +37,6 @@ _SPARSE_MLA = {
     )
     for splits in (1, *_SPLITS)
 }
-#: For more queries than run at once: roles of their own for logits, products and decoding.
-_SPARSE_MLA_MANY = NativeKernel(
-    "sparse_mla_many.cu",
-    "sparse_mla_many",
-    f"{_POOLS}i",
-    threads=512,
-    shared=227 * 1024,
-    defines=(f"SHARED={227 * 1024}",),
-)
 
 
 @dataclass(frozen=True)
@@ -112,6 +103,14 @@ def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
     """Blocks of one cluster that share a query's keys: as many as run at once, a tile a block or more."""
     units = queries * head_blocks
     return max((n for n, most in _SPLITS.items() if 132 * units <= most * sms and n <= tiles), default=1)
+
+
+def choose_rest(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
+    """Queries that would begin one more round of a block each, where clusters serve them faster; 0 where none do."""
+    if queries * head_blocks <= sms:
+        return 0
+    rest = -(-(queries * head_blocks % sms) // head_blocks)
+    return rest if rest and choose_splits(rest, head_blocks, tiles, sms) > 1 else 0
 
 
 def choose_few(
@@ -249,11 +248,21 @@ def _arguments(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, 
     )  # fmt: skip
 
 
-def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, *rest, splits: int | Few | None) -> None:
+def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2, *, splits) -> None:
+    """`splits`: a number, a `Few`, or None for what runs fastest, which is two launches where a last round were nearly empty."""
     t, heads, _ = q.shape
     keys, sms = (slots.shape[1], extra_slots.shape[1]), sm_count(q.device)
-    arguments = _arguments(q, pool, slots, view, extra_pool, extra_slots, *rest)
-    splits = splits if splits is not None else choose_few(
+    blocks, tiles = -(-heads // _HEADS), sum(-(-n // _TILE) for n in keys)
+    rest = choose_rest(t, blocks, tiles, sms) if splits is None else 0
+    if rest:
+        for part, chosen in ((slice(0, t - rest), 1), (slice(t - rest, t), None)):
+            _launch_sm90(
+                q[part], pool, slots[part], view, extra_pool, extra_slots[part], extra, sink, out[part], lse[part], scale_log2,
+                splits=chosen,
+            )  # fmt: skip
+        return
+    arguments = _arguments(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2)
+    splits = splits or choose_few(
         t, heads, *keys, sms, lambda few: _SPARSE_MLA_FEW[few].clusters(q.device, few.splits) > 0
     )
     if isinstance(splits, Few):
@@ -262,11 +271,7 @@ def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, *rest, splits: i
         grid = (splits.splits, -(-heads // splits.heads), t)
         _SPARSE_MLA_FEW[splits](grid, *arguments, device=q.device, cluster=splits.splits)
         return
-    blocks = -(-heads // _HEADS)
-    if splits == 0:
-        _SPARSE_MLA_MANY((min(t * blocks, sms), 1, 1), *arguments, t * blocks, device=q.device)
-        return
-    splits = splits or choose_splits(t, blocks, sum(-(-n // _TILE) for n in keys), sms)
+    splits = splits or choose_splits(t, blocks, tiles, sms)
     require(splits in _SPARSE_MLA, f"splits is {splits}; allowed: {', '.join(map(str, _SPARSE_MLA))}")
     items = t * blocks  # without a cluster a block takes several of them, one after the other
     grid = (items * splits if splits > 1 else min(items, sms), 1, 1)

@@ -188,9 +188,6 @@ __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c,
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                  : "memory");
 }
-__device__ __forceinline__ void load_matrices(u32 address, u32& a, u32& b, u32& c, u32& d) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(address) : "memory");
-}
 __device__ __forceinline__ u32 load_shared(u32 address) {
     u32 d;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(d) : "r"(address) : "memory");

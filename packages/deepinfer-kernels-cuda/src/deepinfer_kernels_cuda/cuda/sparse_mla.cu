@@ -20,8 +20,8 @@ constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES 
 #ifndef LAZY
 #define LAZY 8
 #endif
-#ifndef LATE
-#define LATE 0
+#ifndef WIDE
+#define WIDE 1
 #endif
 #ifndef LEAN
 #define LEAN 1
@@ -44,7 +44,16 @@ struct Shared {
 struct Piece {
     uint4 code[UNITS];
     u32 scale[UNITS];
+    uint2 scales;  // eight bytes: in the window those of a thread's units, else of the unit of each lane of the row at one place
 };
+// Of four lanes, 8 apart, each has four numbers of 16 bits: lane L gets number L of each.
+__device__ __forceinline__ uint2 exchange_scales(uint2 own, int lane) {
+    const bool upper = lane & 16, odd = lane & 8;
+    const u32 far = __shfl_xor_sync(~0u, upper ? own.x : own.y, 16);
+    const u32 x = upper ? far : own.x, y = upper ? own.y : far;
+    const u32 near = __shfl_xor_sync(~0u, prmt(x, y, odd ? 0x5410 : 0x7632), 8);
+    return {prmt(x, near, odd ? 0x3254 : 0x5410), prmt(y, near, odd ? 0x3276 : 0x7610)};
+}
 struct Slots {
     int of[ROWS];  // negative: absent
 };
@@ -110,13 +119,14 @@ struct Source {
         for (int r = 0; r < ROWS; ++r) {
             const u8* record = p.in_window(step) ? p.window.record(slots.of[0]) + 256 * r : p.extra.record(slots.of[r]);
             code[r] = record + 16 * unit;
-            scale[r] = record + (p.in_window(step) ? 512 - 248 * r + (unit >> 2) * 2 : 256 + 2 * unit);
+            scale[r] = record + (p.in_window(step) ? 512 - 248 * r + (unit >> 2) * 2 : 256 + (WIDE ? 8 : 2) * unit);
         }
     }
     __device__ __forceinline__ void load(Piece& piece, int i, const Slots& slots) const {
         if (slots.of[i >> 2] < 0) return;
         piece.code[i] = load_codes(code[i >> 2] + 64 * (i & 3));
-        piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale[i >> 2] + apart * (i & 3)));
+        if (!WIDE) piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale[i >> 2] + apart * (i & 3)));
+        else if (i == 0) piece.scales = __ldg(reinterpret_cast<const uint2*>(scale[0]));
     }
 };
 
@@ -126,26 +136,31 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
     const u32 target = shared_address(s.keys[buffer]) + p.row(step) * 128;
     const Source from(p, next, coming);
     if (p.in_window(step)) {
+        const uint2 own = piece.scales;
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int chunk = (first & 3) * 2;
-            const u32 scale = prmt(piece.scale[i], 0, 0x4440 + ((first >> 1) & 1));
+            const u32 scale = WIDE ? prmt(i & 2 ? own.y : own.x, 0, 0x4440 + 2 * (i & 1) + ((first >> 1) & 1))
+                                   : prmt(piece.scale[i], 0, 0x4440 + ((first >> 1) & 1));
             const u32 bits = slots.of[0] < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
             const u32 block = target + ((first >> 2) + i) * BLOCK;
             decode_e4m3(piece.code[i], factor, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
-            if (!LATE) from.load(piece, i, coming);
+            from.load(piece, i, coming);
         }
     } else {
+        const uint2 of_units = exchange_scales(piece.scales, p.lane);
+        const u32 there = ~u32(slots.of[0] >> 31);
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int chunk = (first & 1) * 4;
-            const float2 scales = unpack_f16(e4m3_halves(slots.of[i >> 2] < 0 ? 0 : piece.scale[i]));
+            const u32 pair = (i & 2 ? of_units.y : of_units.x) & there;
+            const float2 scales = unpack_f16(e4m3_halves(WIDE ? (i & 1 ? pair >> 16 : pair) : slots.of[i >> 2] < 0 ? 0 : piece.scale[i]));
             const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
             const u32 block = target + (i >> 2) * 1024 + ((first >> 1) + 2 * (i & 3)) * BLOCK;
             decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
             decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4),
                         block + (((chunk + 3) ^ swizzle) << 4));
-            if (!LATE) from.load(piece, i, coming);
+            from.load(piece, i, coming);
         }
     }
     if (p.lane < 8) {
@@ -165,9 +180,6 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
         __syncwarp();
         if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer]));
     }
-    if (LATE)
-#pragma unroll
-        for (int i = 0; i < UNITS; ++i) from.load(piece, i, coming);
     slots = coming;
 }
 
