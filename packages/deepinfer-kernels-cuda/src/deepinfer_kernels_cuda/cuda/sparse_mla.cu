@@ -54,6 +54,16 @@ __device__ __forceinline__ uint2 exchange_scales(uint2 own, int lane) {
     const u32 near = __shfl_xor_sync(~0u, prmt(x, y, odd ? 0x5410 : 0x7632), 8);
     return {prmt(x, near, odd ? 0x3254 : 0x5410), prmt(y, near, odd ? 0x3276 : 0x7610)};
 }
+#ifndef PASSING
+#define PASSING 0
+#endif
+// Of a record: read once, so it takes no place in the L1 cache.
+__device__ __forceinline__ uint4 load_passing(const u8* p) {
+    if (!PASSING) return load_codes(p);
+    uint4 d;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(p));
+    return d;
+}
 struct Slots {
     int of[ROWS];  // negative: absent
 };
@@ -124,7 +134,7 @@ struct Source {
     }
     __device__ __forceinline__ void load(Piece& piece, int i, const Slots& slots) const {
         if (slots.of[i >> 2] < 0) return;
-        piece.code[i] = load_codes(code[i >> 2] + 64 * (i & 3));
+        piece.code[i] = load_passing(code[i >> 2] + 64 * (i & 3));
         if (!WIDE) piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale[i >> 2] + apart * (i & 3)));
         else if (i == 0) piece.scales = __ldg(reinterpret_cast<const uint2*>(scale[0]));
     }
