@@ -255,6 +255,38 @@ __device__ __forceinline__ void load_query(Shared& s, const u16* q, i64 stride_h
     }
     fence_async_shared();
 }
+#ifndef EARLY
+#define EARLY 1
+#endif
+// Half of the heads of an item to registers, absent heads zero; to shared memory, channels permuted. Such a load is not moved by the
+// compiler: earlier than it is written it would take registers that are not there.
+template <int HALF>
+__device__ __forceinline__ void fetch_query(uint4 (&value)[8], const u16* q, i64 stride_h, int heads) {
+    const int first = threadIdx.x >> 6;
+    const u16* source = q + (32 * HALF + first) * stride_h + 8 * (threadIdx.x & 63);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        value[i] = uint4{0, 0, 0, 0};
+        if (32 * HALF + 4 * i + first < heads)
+            asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(value[i].x), "=r"(value[i].y), "=r"(value[i].z), "=r"(value[i].w)
+                         : "l"(source)
+                         : "memory");
+        source += 4 * stride_h;
+    }
+}
+template <int HALF>
+__device__ __forceinline__ void store_query(Shared& s, const uint4 (&value)[8]) {
+    const int first = threadIdx.x >> 6, chunk = threadIdx.x & 63;
+    const u32 target = shared_address(s.query) + (chunk >> 3) * BLOCK + first * 128;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const uint4 v = value[j];
+        const int i = 8 * HALF + j;  // head 4 i + first
+        store_shared4(target + 512 * i + ((((chunk & 7) ^ first) ^ (4 * (i & 1))) << 4), prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632),
+                      prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
+    }
+}
 // Heads of the item to come to the L2 cache.
 __device__ __forceinline__ void prefetch_query(const u16* q, i64 stride_h, int heads) {
     const int head = threadIdx.x >> 2;
@@ -645,10 +677,21 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
         asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
         const int thread = threadIdx.x & 127, lane = threadIdx.x & 31;
         int turn = 0;
+        uint4 left[8], right[8];
+        if (EARLY) {
+            const int head = (item & shift) * 64;
+            const u16* heads_of = q + i64(item >> shift) * q_stride_n + head * q_stride_h;
+            fetch_query<0>(left, heads_of, q_stride_h, heads - head);
+            fetch_query<1>(right, heads_of, q_stride_h, heads - head);
+        }
 #pragma unroll 1
         while (true) {
             const int first_head = (item & shift) * 64;
-            load_query(s, q + i64(item >> shift) * q_stride_n + first_head * q_stride_h, q_stride_h, heads - first_head);
+            if (EARLY) {
+                store_query<0>(s, left);
+                store_query<1>(s, right);
+                fence_async_shared();
+            } else load_query(s, q + i64(item >> shift) * q_stride_n + first_head * q_stride_h, q_stride_h, heads - first_head);
             named_sync(1, CONSUMERS);
             if (SIZE == 1 && item + stride < items) {
                 const int coming = item + stride, head = (coming & shift) * 64;
@@ -682,8 +725,12 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
                 float scale[2];
                 finish_rows(c, c.top, total, to, c.group == 0, scale);
                 item += stride, turn += tiles;
+                const int head = (item & shift) * 64;
+                const u16* heads_of = q + i64(item >> shift) * q_stride_n + head * q_stride_h;
+                if (EARLY) fetch_query<0>(left, heads_of, q_stride_h, item < items ? heads - head : 0);
                 write_slice<256, 0, 0>(s, c, scale, to, c.group * 256);
                 if (item >= items) return;
+                if (EARLY) fetch_query<1>(right, heads_of, q_stride_h, heads - head);
                 named_sync(1, CONSUMERS);  // the output has left the query's place
             }
         }
