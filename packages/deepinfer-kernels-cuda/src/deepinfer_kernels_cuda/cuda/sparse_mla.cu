@@ -17,16 +17,7 @@
 
 // Built once for each number of blocks in a cluster: SPLITS is 1, 2, 4 or 8.
 constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = CONSUMERS + 32 * PRODUCERS;
-#ifndef LAZY
-#define LAZY 8
-#endif
-#ifndef WIDE
-#define WIDE 1
-#endif
-#ifndef LEAN
-#define LEAN 1
-#endif
-constexpr int UNITS = 32 / PRODUCERS, ROWS = UNITS / 4;  // 16-byte units that a producer thread has of a step, and records of 288 bytes they are of
+constexpr int UNITS = 4;  // of 16 bytes that a producer thread has of a step, all of one record
 constexpr int PIECES = SIZE == 2 ? 4 : SIZE == 4 ? 2 : 1;  // in which a slice travels, each with a barrier of its own
 
 struct Shared {
@@ -43,7 +34,6 @@ struct Shared {
 // What a producer thread holds of one step: units of codes, and their scales.
 struct Piece {
     uint4 code[UNITS];
-    u32 scale[UNITS];
     uint2 scales;  // eight bytes: in the window those of a thread's units, else of the unit of each lane of the row at one place
 };
 // Of four lanes, 8 apart, each has four numbers of 16 bits: lane L gets number L of each.
@@ -54,22 +44,6 @@ __device__ __forceinline__ uint2 exchange_scales(uint2 own, int lane) {
     const u32 near = __shfl_xor_sync(~0u, prmt(x, y, odd ? 0x5410 : 0x7632), 8);
     return {prmt(x, near, odd ? 0x3254 : 0x5410), prmt(y, near, odd ? 0x3276 : 0x7610)};
 }
-#ifndef PASSING
-#define PASSING 0
-#endif
-// Of a record: read once, so it takes no place in the L1 cache.
-__device__ __forceinline__ uint4 load_passing(const u8* p) {
-    if (!PASSING) return load_codes(p);
-    uint4 d;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(p));
-    return d;
-}
-struct Slots {
-    int of[ROWS];  // negative: absent
-};
-struct StoredSlots {
-    int2 of[ROWS];
-};
 struct Step {
     int item, number;  // number: of the item's steps
 };
@@ -87,8 +61,8 @@ struct Producer {
     __device__ __forceinline__ bool in_window(int step) const { return step >= own_extra; }
     __device__ __forceinline__ int half(int step) const { return (step - own_extra) & 1; }
     __device__ __forceinline__ int tile(int step) const { return in_window(step) ? (step + own_extra) >> 1 : step; }
-    __device__ __forceinline__ int row(int step) const {  // of the first four units; others are 8 rows on, except in the window
-        return (in_window(step) ? half(step) * 32 + warp / PARTS * 8 : warp * 8 * ROWS) + (lane & 7);
+    __device__ __forceinline__ int row(int step) const {
+        return (in_window(step) ? half(step) * 32 + warp / PARTS * 8 : warp * 8) + (lane & 7);
     }
     __device__ __forceinline__ int first_unit(int step) const { return (lane >> 3) + (in_window(step) ? warp % PARTS * 16 : 0); }
     __device__ __forceinline__ bool starts_tile(int step) const { return !in_window(step) || half(step) == 0; }
@@ -96,52 +70,37 @@ struct Producer {
     __device__ __forceinline__ Step after(const Step& step) const {
         return step.number + 1 < steps ? Step{step.item, step.number + 1} : Step{step.item + stride, 0};
     }
-    __device__ __forceinline__ StoredSlots stored_slots(const Step& at) const {
+    __device__ __forceinline__ int2 stored_slot(const Step& at) const {
         const int step = at.number, key = (in_window(step) ? window_begin + tile(step) - own_extra : begin + tile(step)) * TILE + row(step);
         const i64 query = at.item >> shift;
-        const bool there = at.item < items, in = in_window(step);
-        StoredSlots found;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            if (in) found.of[r] = window.slot(query, key, there);
-            else found.of[r] = extra.slot(query, key + 8 * r, there);
-        return found;
+        const bool there = at.item < items;
+        return in_window(step) ? window.slot(query, key, there) : extra.slot(query, key, there);
     }
-    __device__ __forceinline__ Slots check(const Step& at, const StoredSlots& stored) const {
-        Slots found;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            found.of[r] = stored.of[r].y == 0 && u32(stored.of[r].x) < u32(in_window(at.number) ? window.rows : extra.rows) ? stored.of[r].x : -1;
-        return found;
+    __device__ __forceinline__ int check(const Step& at, int2 stored) const {  // negative: absent
+        return stored.y == 0 && u32(stored.x) < u32(in_window(at.number) ? window.rows : extra.rows) ? stored.x : -1;
     }
 };
 
-// Where a thread's piece of one step lies: four units of codes are 64 bytes apart; a unit's scale is one or both of two bytes, `apart`
-// bytes from the next one's.
+// Where a thread's piece of one step lies: its units of codes are 64 bytes apart. In the window its scales are next to each other;
+// else the four lanes of a row load eight bytes each and exchange them, a quarter of the loads that each lane's own would take.
 struct Source {
-    const u8 *code[ROWS], *scale[ROWS];
-    int apart;
+    const u8 *code, *scales;
 
-    __device__ __forceinline__ Source(const Producer& p, int step, const Slots& slots) {
+    __device__ __forceinline__ Source(const Producer& p, int step, int slot) {
         const int unit = p.first_unit(step);
-        apart = p.in_window(step) ? 2 : 8;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const u8* record = p.in_window(step) ? p.window.record(slots.of[0]) + 256 * r : p.extra.record(slots.of[r]);
-            code[r] = record + 16 * unit;
-            scale[r] = record + (p.in_window(step) ? 512 - 248 * r + (unit >> 2) * 2 : 256 + (WIDE ? 8 : 2) * unit);
-        }
+        const u8* record = p.in_window(step) ? p.window.record(slot) : p.extra.record(slot);
+        code = record + 16 * unit;
+        scales = record + (p.in_window(step) ? 512 + (unit >> 2) * 2 : 256 + 8 * unit);
     }
-    __device__ __forceinline__ void load(Piece& piece, int i, const Slots& slots) const {
-        if (slots.of[i >> 2] < 0) return;
-        piece.code[i] = load_passing(code[i >> 2] + 64 * (i & 3));
-        if (!WIDE) piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale[i >> 2] + apart * (i & 3)));
-        else if (i == 0) piece.scales = __ldg(reinterpret_cast<const uint2*>(scale[0]));
+    __device__ __forceinline__ void load(Piece& piece, int i, int slot) const {
+        if (slot < 0) return;
+        piece.code[i] = load_codes(code + 64 * i);
+        if (i == 0) piece.scales = __ldg(reinterpret_cast<const uint2*>(scales));
     }
 };
 
 // A step's units to shared memory, each followed by the load of the same of the step to come.
-__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int buffer, Piece& piece, Slots& slots, int next, const Slots& coming) {
+__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int buffer, Piece& piece, int& slot, int next, int coming) {
     const int swizzle = p.lane & 7, first = p.first_unit(step);
     const u32 target = shared_address(s.keys[buffer]) + p.row(step) * 128;
     const Source from(p, next, coming);
@@ -150,47 +109,37 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int chunk = (first & 3) * 2;
-            const u32 scale = WIDE ? prmt(i & 2 ? own.y : own.x, 0, 0x4440 + 2 * (i & 1) + ((first >> 1) & 1))
-                                   : prmt(piece.scale[i], 0, 0x4440 + ((first >> 1) & 1));
-            const u32 bits = slots.of[0] < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
+            const u32 scale = prmt(i & 2 ? own.y : own.x, 0, 0x4440 + 2 * (i & 1) + ((first >> 1) & 1));
+            const u32 bits = slot < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
             const u32 block = target + ((first >> 2) + i) * BLOCK;
             decode_e4m3(piece.code[i], factor, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
             from.load(piece, i, coming);
         }
     } else {
         const uint2 of_units = exchange_scales(piece.scales, p.lane);
-        const u32 there = ~u32(slots.of[0] >> 31);
+        const u32 there = ~u32(slot >> 31);
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int chunk = (first & 1) * 4;
             const u32 pair = (i & 2 ? of_units.y : of_units.x) & there;
-            const float2 scales = unpack_f16(e4m3_halves(WIDE ? (i & 1 ? pair >> 16 : pair) : slots.of[i >> 2] < 0 ? 0 : piece.scale[i]));
+            const float2 scales = unpack_f16(e4m3_halves(i & 1 ? pair >> 16 : pair));
             const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
-            const u32 block = target + (i >> 2) * 1024 + ((first >> 1) + 2 * (i & 3)) * BLOCK;
+            const u32 block = target + ((first >> 1) + 2 * i) * BLOCK;
             decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
             decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4),
                         block + (((chunk + 3) ^ swizzle) << 4));
             from.load(piece, i, coming);
         }
     }
-    if (p.lane < 8) {
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            if (r == 0 || !p.in_window(step)) s.bias[buffer][p.row(step) + 8 * r] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
-    }
-    if (LEAN) {
-        bool lacking = false;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) lacking |= (r == 0 || !p.in_window(step)) && slots.of[r] < 0;
-        lacking = __any_sync(~0u, lacking);
-        if (p.lane < 2 && (!p.in_window(step) || p.lane == p.half(step))) s.absent[buffer][PRODUCERS * p.lane + p.warp] = lacking;
-    }
+    if (p.lane < 8) s.bias[buffer][p.row(step)] = slot >= 0 ? 0.0f : NEG_INF;
+    const bool lacking = __any_sync(~0u, slot < 0);
+    if (p.lane < 2 && (!p.in_window(step) || p.lane == p.half(step))) s.absent[buffer][PRODUCERS * p.lane + p.warp] = lacking;
     if (p.ends_tile(step)) {
         fence_async_shared();
         __syncwarp();
         if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer]));
     }
-    slots = coming;
+    slot = coming;
 }
 
 // Fill the tiles of this block's items, records one step ahead, slots two.
@@ -198,23 +147,23 @@ __device__ __forceinline__ void produce(Shared& s, const Producer& p, int item, 
     if (tiles == 0) return;
     Piece piece{};
     Step step{item, 0}, coming = p.after(step);
-    const StoredSlots stored = p.stored_slots(step), stored_coming = p.stored_slots(coming);
-    Slots slots = p.check(step, stored);
-    const Source from(p, 0, slots);
+    const int2 stored = p.stored_slot(step), stored_coming = p.stored_slot(coming);
+    int slot = p.check(step, stored);
+    const Source from(p, 0, slot);
 #pragma unroll
-    for (int i = 0; i < UNITS; ++i) from.load(piece, i, slots);
-    Slots coming_slots = p.check(coming, stored_coming);
+    for (int i = 0; i < UNITS; ++i) from.load(piece, i, slot);
+    int coming_slot = p.check(coming, stored_coming);
     int turn = 0;  // tiles before this item
 #pragma unroll 1
     while (step.item < p.items) {
         const int tile = turn + p.tile(step.number);
         if (p.starts_tile(step.number)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
         const Step later = p.after(coming);
-        const StoredSlots stored_later = p.stored_slots(later);
-        put(s, p, step.number, tile & 1, piece, slots, coming.number, coming_slots);
+        const int2 stored_later = p.stored_slot(later);
+        put(s, p, step.number, tile & 1, piece, slot, coming.number, coming_slot);
         if (coming.number == 0) turn += tiles;
         step = coming, coming = later;
-        coming_slots = p.check(later, stored_later);
+        coming_slot = p.check(later, stored_later);
     }
 }
 
@@ -236,28 +185,6 @@ struct Consumer {
     __device__ __forceinline__ float& value(int i) { return o[i >> 6][i & 63]; }
 };
 
-// Heads of an item to shared memory, channels permuted, absent heads zero.
-__device__ __forceinline__ void load_query(Shared& s, const u16* q, i64 stride_h, int heads) {
-    const int first = threadIdx.x >> 6, chunk = threadIdx.x & 63;
-    const u16* source = q + first * stride_h + 8 * chunk;
-    const u32 target = shared_address(s.query) + (chunk >> 3) * BLOCK + first * 128;
-    uint4 value[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        value[i] = 4 * i + first < heads ? load_codes(reinterpret_cast<const u8*>(source)) : uint4{0, 0, 0, 0};
-        source += 4 * stride_h;
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {  // head 4 i + first
-        const uint4 v = value[i];
-        store_shared4(target + 512 * i + ((((chunk & 7) ^ first) ^ (4 * (i & 1))) << 4), prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632),
-                      prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
-    }
-    fence_async_shared();
-}
-#ifndef EARLY
-#define EARLY 1
-#endif
 // Half of the heads of an item to registers, absent heads zero; to shared memory, channels permuted. Such a load is not moved by the
 // compiler: earlier than it is written it would take registers that are not there.
 template <int HALF>
@@ -309,16 +236,16 @@ __device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logi
     wgmma_commit();
 }
 
-// Logits to probabilities: packed fragments in `p`, handed over to the other group with the maxima.
+// Logits to probabilities: packed fragments in `p`, handed over to the other group with the maxima that they refer to. Such a
+// maximum moves only by 2^RISE and more, since all of the output is multiplied when it does; below that, a probability is a bfloat16 and
+// a sum a float32 of as many digits. A tile of which no key is absent needs no bias.
+constexpr float RISE = 8.0f;
 __device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int buffer, float scale, float (&logit)[32], u32 (&p)[16],
                                               float (&top)[2], float (&sum)[2]) {
     float high[2] = {NEG_INF, NEG_INF};
     float factor = 1.0f;
-    bool plain = false;
-    if (LEAN) {
-        const uint4 absent = load_shared4(shared_address(s.absent[buffer]));
-        plain = (absent.x | absent.y | absent.z | absent.w) == 0 && scale > 0.0f;
-    }
+    const uint4 absent = load_shared4(shared_address(s.absent[buffer]));
+    const bool plain = (absent.x | absent.y | absent.z | absent.w) == 0 && scale > 0.0f;
     if (plain) {
         factor = scale;
 #pragma unroll
@@ -341,7 +268,7 @@ __device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float most = quad_max(high[r]);
-        top[r] = LAZY ? (most > c.top[r] + float(LAZY) ? most : c.top[r]) : fmaxf(c.top[r], most);
+        top[r] = most > c.top[r] + RISE ? most : c.top[r];
         if (c.quad == 0) s.top[buffer][c.row + 8 * r] = top[r];
         const float safe = -finite(top[r]);
         sum[r] = 0.0f;
@@ -352,19 +279,10 @@ __device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int 
             p[2 * i + r] = pack_bf16(x, y);
         }
     }
-    if (LEAN) {
-        const int lane = c.thread & 31, row = (c.row & ~7) + (lane & 15);
-        const u32 target = shared_address(s.weights) + row * 128 + ((row & 7) ^ (lane >> 4)) * 16;
+    const int lane = c.thread & 31, row = (c.row & ~7) + (lane & 15);
+    const u32 target = shared_address(s.weights) + row * 128 + ((row & 7) ^ (lane >> 4)) * 16;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) store_matrices(target ^ i * 32, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
-    } else {
-        const u32 target = shared_address(s.weights) + c.row * 128 + (c.row & 7) * 16 + 4 * c.quad;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            store_shared(target ^ i * 16, p[2 * i]);
-            store_shared((target ^ i * 16) + 1024, p[2 * i + 1]);
-        }
-    }
+    for (int i = 0; i < 4; ++i) store_matrices(target ^ i * 32, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
     fence_async_shared();
     named_arrive(2 + buffer, CONSUMERS);
 }
@@ -678,24 +596,19 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
         const int thread = threadIdx.x & 127, lane = threadIdx.x & 31;
         int turn = 0;
         uint4 left[8], right[8];
-        if (EARLY) {
-            const int head = (item & shift) * 64;
-            const u16* heads_of = q + i64(item >> shift) * q_stride_n + head * q_stride_h;
-            fetch_query<0>(left, heads_of, q_stride_h, heads - head);
-            fetch_query<1>(right, heads_of, q_stride_h, heads - head);
-        }
+        const auto heads_of = [&](int of) { return q + i64(of >> shift) * q_stride_n + (of & shift) * 64 * q_stride_h; };
+        const auto count_of = [&](int of) { return heads - (of & shift) * 64; };
+        fetch_query<0>(left, heads_of(item), q_stride_h, count_of(item));
+        fetch_query<1>(right, heads_of(item), q_stride_h, count_of(item));
 #pragma unroll 1
         while (true) {
             const int first_head = (item & shift) * 64;
-            if (EARLY) {
-                store_query<0>(s, left);
-                store_query<1>(s, right);
-                fence_async_shared();
-            } else load_query(s, q + i64(item >> shift) * q_stride_n + first_head * q_stride_h, q_stride_h, heads - first_head);
+            store_query<0>(s, left);
+            store_query<1>(s, right);
+            fence_async_shared();
             named_sync(1, CONSUMERS);
             if (SIZE == 1 && item + stride < items) {
-                const int coming = item + stride, head = (coming & shift) * 64;
-                prefetch_query(q + i64(coming >> shift) * q_stride_n + head * q_stride_h, q_stride_h, heads - head);
+                prefetch_query(heads_of(item + stride), q_stride_h, count_of(item + stride));
             }
             if (SIZE > 1) cluster_wait();
             Consumer c;
@@ -725,12 +638,10 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
                 float scale[2];
                 finish_rows(c, c.top, total, to, c.group == 0, scale);
                 item += stride, turn += tiles;
-                const int head = (item & shift) * 64;
-                const u16* heads_of = q + i64(item >> shift) * q_stride_n + head * q_stride_h;
-                if (EARLY) fetch_query<0>(left, heads_of, q_stride_h, item < items ? heads - head : 0);
+                fetch_query<0>(left, heads_of(item), q_stride_h, item < items ? count_of(item) : 0);
                 write_slice<256, 0, 0>(s, c, scale, to, c.group * 256);
                 if (item >= items) return;
-                if (EARLY) fetch_query<1>(right, heads_of, q_stride_h, heads - head);
+                fetch_query<1>(right, heads_of(item), q_stride_h, count_of(item));
                 named_sync(1, CONSUMERS);  // the output has left the query's place
             }
         }
