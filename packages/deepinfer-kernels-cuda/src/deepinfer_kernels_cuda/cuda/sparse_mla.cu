@@ -8,12 +8,6 @@
 // tiles of 64 keys into two buffers, the next tile's records loading while one is decoded; two consumer groups hold the left and
 // right half of the output. Tiles alternate: the group that owns a tile computes its logits and probabilities and hands these
 // over, and both multiply their half; the next tile's owner queues that tile's logits behind its product.
-//
-// Channel order: within eight channels 0 4 1 5 2 6 3 7, so that a word of codes becomes pairs by shifts and masks. Queries are
-// permuted when they are read, outputs when they are written.
-//
-// Scale: a code's bits, shifted into place, are the value times 2^-126 (e2m1) or 2^-120 (e4m3). One multiplication by the
-// group's scale times 2^66 or 2^60 gives the value times 2^-60, exactly; the softmax scale and the output carry the 2^60.
 
 // Built once for each number of blocks in a cluster: SPLITS is 1, 2, 4 or 8.
 constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = CONSUMERS + 32 * PRODUCERS;
@@ -31,11 +25,13 @@ struct Shared {
     float sum[2][64];
     u64 full[2], empty[2], ready, received[PIECES];
 };
+
 // What a producer thread holds of one step: units of codes, and their scales.
 struct Piece {
     uint4 code[UNITS];
     uint2 scales;  // eight bytes: in the window those of a thread's units, else of the unit of each lane of the row at one place
 };
+
 // Of four lanes, 8 apart, each has four numbers of 16 bits: lane L gets number L of each.
 __device__ __forceinline__ uint2 exchange_scales(uint2 own, int lane) {
     const bool upper = lane & 16, odd = lane & 8;
@@ -44,6 +40,7 @@ __device__ __forceinline__ uint2 exchange_scales(uint2 own, int lane) {
     const u32 near = __shfl_xor_sync(~0u, prmt(x, y, odd ? 0x5410 : 0x7632), 8);
     return {prmt(x, near, odd ? 0x3254 : 0x5410), prmt(y, near, odd ? 0x3276 : 0x7610)};
 }
+
 struct Step {
     int item, number;  // number: of the item's steps
 };
@@ -236,9 +233,9 @@ __device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logi
     wgmma_commit();
 }
 
-// Logits to probabilities: packed fragments in `p`, handed over to the other group with the maxima that they refer to. Such a
-// maximum moves only by 2^RISE and more, since all of the output is multiplied when it does; below that, a probability is a bfloat16 and
-// a sum a float32 of as many digits. A tile of which no key is absent needs no bias.
+// Logits to probabilities: packed fragments in `p`, handed over to the other group with the maxima that they refer to. A
+// maximum moves only by 2^RISE and more, since all of the output is multiplied when it does: what is larger than 1 until then has
+// as many digits. A tile of which no key is absent needs no bias.
 constexpr float RISE = 8.0f;
 __device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int buffer, float scale, float (&logit)[32], u32 (&p)[16],
                                               float (&top)[2], float (&sum)[2]) {
@@ -607,9 +604,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
             store_query<1>(s, right);
             fence_async_shared();
             named_sync(1, CONSUMERS);
-            if (SIZE == 1 && item + stride < items) {
-                prefetch_query(heads_of(item + stride), q_stride_h, count_of(item + stride));
-            }
+            if (SIZE == 1 && item + stride < items) prefetch_query(heads_of(item + stride), q_stride_h, count_of(item + stride));
             if (SIZE > 1) cluster_wait();
             Consumer c;
             c.group = warp >> 2, c.thread = thread, c.row = 16 * (warp & 3) + (lane >> 2), c.quad = lane & 3;
