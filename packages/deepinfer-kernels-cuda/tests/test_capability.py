@@ -76,7 +76,7 @@ def test_a_last_round_of_few_queries_is_a_launch_of_its_own() -> None:
     assert choose_rest(512, 1, 10, 132) == 0, "116 of 132 blocks have work"
     assert choose_rest(132, 1, 10, 132) == 0
     assert choose_rest(66, 1, 10, 132) == 0, "there is no round before it"
-    assert choose_rest(4096, 1, 1, 132) == 0, "a tile cannot be shared"
+    assert choose_rest(4096, 1, 2, 132) == 0, "a round of the window alone is shorter than a launch"
 
 
 def test_few_queries_run_at_once_and_have_room() -> None:

@@ -106,8 +106,11 @@ def choose_splits(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
 
 
 def choose_rest(queries: int, head_blocks: int, tiles: int, sms: int) -> int:
-    """Queries that would begin one more round of a block each, where clusters serve them faster; 0 where none do."""
-    if queries * head_blocks <= sms:
+    """Queries that would begin one more round of a block each, where clusters serve them faster; 0 where none do.
+
+    At 640 keys a round takes longer than a launch for up to 66 queries; with fewer keys that was not measured.
+    """
+    if queries * head_blocks <= sms or tiles < 10:
         return 0
     rest = -(-(queries * head_blocks % sms) // head_blocks)
     return rest if rest and choose_splits(rest, head_blocks, tiles, sms) > 1 else 0
@@ -249,7 +252,7 @@ def _arguments(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, 
 
 
 def _launch_sm90(q, pool, slots, view, extra_pool, extra_slots, extra, sink, out, lse, scale_log2, *, splits) -> None:
-    """`splits`: a number, a `Few`, or None for what runs fastest, which is two launches where a last round were nearly empty."""
+    """`splits`: a number, a `Few`, or None for what runs fastest: two launches where a last round would be nearly empty."""
     t, heads, _ = q.shape
     keys, sms = (slots.shape[1], extra_slots.shape[1]), sm_count(q.device)
     blocks, tiles = -(-heads // _HEADS), sum(-(-n // _TILE) for n in keys)

@@ -1,6 +1,5 @@
 #include "wgmma.cuh"
 #include "slots.cuh"
-#include "sparse_mla.cuh"
 // Sparse MLA over quantised records: 512 channels, keys equal values, blocks of up to 64 heads.
 //
 // A cluster shares one (query, block of heads): its blocks take runs of key tiles, send each other slices of their result through
@@ -8,10 +7,16 @@
 // tiles of 64 keys into two buffers, the next tile's records loading while one is decoded; two consumer groups hold the left and
 // right half of the output. Tiles alternate: the group that owns a tile computes its logits and probabilities and hands these
 // over, and both multiply their half; the next tile's owner queues that tile's logits behind its product.
+//
+// Channel order: within eight channels 0 4 1 5 2 6 3 7, so that a word of codes becomes pairs by shifts and masks. Queries are
+// permuted when they are read, outputs when they are written.
+//
+// Scale: a code's bits, shifted into place, are the value times 2^-126 (e2m1) or 2^-120 (e4m3). One multiplication by the
+// group's scale times 2^66 or 2^60 gives the value times 2^-60, exactly; the softmax scale and the output carry the 2^60.
 
 // Built once for each number of blocks in a cluster: SPLITS is 1, 2, 4 or 8.
 constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = CONSUMERS + 32 * PRODUCERS;
-constexpr int UNITS = 4;  // of 16 bytes that a producer thread has of a step, all of one record
+constexpr int UNITS = 32 / PRODUCERS, ROWS = UNITS / 4;  // 16-byte units that a producer thread has of a step, and records of 288 bytes they are of
 constexpr int PIECES = SIZE == 2 ? 4 : SIZE == 4 ? 2 : 1;  // in which a slice travels, each with a barrier of its own
 
 struct Shared {
@@ -25,25 +30,55 @@ struct Shared {
     float sum[2][64];
     u64 full[2], empty[2], ready, received[PIECES];
 };
+// Two chunks at once: registers of one are not reused before the other is stored.
+__device__ __forceinline__ void store_chunks(u32 first, u32 second, const u32 (&x)[8]) {
+    asm volatile("st.shared.v4.u32 [%0], {%2, %3, %4, %5};\nst.shared.v4.u32 [%1], {%6, %7, %8, %9};" ::"r"(first), "r"(second),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]), "r"(x[6]), "r"(x[7])
+                 : "memory");
+}
+
+// Sixteen e2m1 codes to two chunks of 16 bytes. A code in the low four bits of each half, times 2^12 + 2^6, has its sign in the
+// half's highest bit and the rest where bfloat16 has its lowest exponent bits and its highest mantissa bit.
+__device__ __forceinline__ void decode_e2m1(u32 w, u32 v, u32 factor, u32 first, u32 second) {
+    u32 x[8];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 low = i ? v : w, high = low >> 8;
+        x[4 * i] = (low & 0x000f000fu) * 0x1040u;
+        x[4 * i + 1] = (low & 0x00f000f0u) * 0x0104u;
+        x[4 * i + 2] = (high & 0x000f000fu) * 0x1040u;
+        x[4 * i + 3] = (high & 0x00f000f0u) * 0x0104u;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = multiply_bf16(x[i] & 0x81c081c0u, factor);
+    store_chunks(first, second, x);
+}
+
+// Sixteen e4m3 codes, likewise.
+__device__ __forceinline__ void decode_e4m3(const uint4& c, u32 factor, u32 first, u32 second) {
+    u32 x[8] = {prmt(c.x, c.y, 0x4000), prmt(c.x, c.y, 0x5010), prmt(c.x, c.y, 0x6020), prmt(c.x, c.y, 0x7030),
+                prmt(c.z, c.w, 0x4000), prmt(c.z, c.w, 0x5010), prmt(c.z, c.w, 0x6020), prmt(c.z, c.w, 0x7030)};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = multiply_bf16(((x[i] >> 4) & 0x07f007f0u) | (x[i] & 0x80008000u), factor);
+    store_chunks(first, second, x);
+}
 
 // What a producer thread holds of one step: units of codes, and their scales.
 struct Piece {
     uint4 code[UNITS];
-    uint2 scales;  // eight bytes: in the window those of a thread's units, else of the unit of each lane of the row at one place
+    u32 scale[UNITS];
 };
-
-// Of four lanes, 8 apart, each has four numbers of 16 bits: lane L gets number L of each.
-__device__ __forceinline__ uint2 exchange_scales(uint2 own, int lane) {
-    const bool upper = lane & 16, odd = lane & 8;
-    const u32 far = __shfl_xor_sync(~0u, upper ? own.x : own.y, 16);
-    const u32 x = upper ? far : own.x, y = upper ? own.y : far;
-    const u32 near = __shfl_xor_sync(~0u, prmt(x, y, odd ? 0x5410 : 0x7632), 8);
-    return {prmt(x, near, odd ? 0x3254 : 0x5410), prmt(y, near, odd ? 0x3276 : 0x7610)};
-}
-
+struct Slots {
+    int of[ROWS];  // negative: absent
+};
+struct StoredSlots {
+    int2 of[ROWS];
+};
 struct Step {
     int item, number;  // number: of the item's steps
 };
+
+__device__ __forceinline__ uint4 load_codes(const u8* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
 // One of the producer warps; lanes 0..7 hold different rows, so that their stores go to different banks.
 struct Producer {
@@ -58,8 +93,8 @@ struct Producer {
     __device__ __forceinline__ bool in_window(int step) const { return step >= own_extra; }
     __device__ __forceinline__ int half(int step) const { return (step - own_extra) & 1; }
     __device__ __forceinline__ int tile(int step) const { return in_window(step) ? (step + own_extra) >> 1 : step; }
-    __device__ __forceinline__ int row(int step) const {
-        return (in_window(step) ? half(step) * 32 + warp / PARTS * 8 : warp * 8) + (lane & 7);
+    __device__ __forceinline__ int row(int step) const {  // of the first four units; others are 8 rows on, except in the window
+        return (in_window(step) ? half(step) * 32 + warp / PARTS * 8 : warp * 8 * ROWS) + (lane & 7);
     }
     __device__ __forceinline__ int first_unit(int step) const { return (lane >> 3) + (in_window(step) ? warp % PARTS * 16 : 0); }
     __device__ __forceinline__ bool starts_tile(int step) const { return !in_window(step) || half(step) == 0; }
@@ -67,76 +102,93 @@ struct Producer {
     __device__ __forceinline__ Step after(const Step& step) const {
         return step.number + 1 < steps ? Step{step.item, step.number + 1} : Step{step.item + stride, 0};
     }
-    __device__ __forceinline__ int2 stored_slot(const Step& at) const {
+    __device__ __forceinline__ StoredSlots stored_slots(const Step& at) const {
         const int step = at.number, key = (in_window(step) ? window_begin + tile(step) - own_extra : begin + tile(step)) * TILE + row(step);
         const i64 query = at.item >> shift;
-        const bool there = at.item < items;
-        return in_window(step) ? window.slot(query, key, there) : extra.slot(query, key, there);
+        const bool there = at.item < items, in = in_window(step);
+        StoredSlots found;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (in) found.of[r] = window.slot(query, key, there);
+            else found.of[r] = extra.slot(query, key + 8 * r, there);
+        return found;
     }
-    __device__ __forceinline__ int check(const Step& at, int2 stored) const {  // negative: absent
-        return stored.y == 0 && u32(stored.x) < u32(in_window(at.number) ? window.rows : extra.rows) ? stored.x : -1;
+    __device__ __forceinline__ Slots check(const Step& at, const StoredSlots& stored) const {
+        Slots found;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            found.of[r] = stored.of[r].y == 0 && u32(stored.of[r].x) < u32(in_window(at.number) ? window.rows : extra.rows) ? stored.of[r].x : -1;
+        return found;
     }
 };
 
-// Where a thread's piece of one step lies: its units of codes are 64 bytes apart. In the window its scales are next to each other;
-// else the four lanes of a row load eight bytes each and exchange them, a quarter of the loads that each lane's own would take.
+// Where a thread's piece of one step lies: four units of codes are 64 bytes apart; a unit's scale is one or both of two bytes, `apart`
+// bytes from the next one's.
 struct Source {
-    const u8 *code, *scales;
+    const u8 *code[ROWS], *scale[ROWS];
+    int apart;
 
-    __device__ __forceinline__ Source(const Producer& p, int step, int slot) {
+    __device__ __forceinline__ Source(const Producer& p, int step, const Slots& slots) {
         const int unit = p.first_unit(step);
-        const u8* record = p.in_window(step) ? p.window.record(slot) : p.extra.record(slot);
-        code = record + 16 * unit;
-        scales = record + (p.in_window(step) ? 512 + (unit >> 2) * 2 : 256 + 8 * unit);
+        apart = p.in_window(step) ? 2 : 8;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            const u8* record = p.in_window(step) ? p.window.record(slots.of[0]) + 256 * r : p.extra.record(slots.of[r]);
+            code[r] = record + 16 * unit;
+            scale[r] = record + (p.in_window(step) ? 512 - 248 * r + (unit >> 2) * 2 : 256 + 2 * unit);
+        }
     }
-    __device__ __forceinline__ void load(Piece& piece, int i, int slot) const {
-        if (slot < 0) return;
-        piece.code[i] = load_codes(code + 64 * i);
-        if (i == 0) piece.scales = __ldg(reinterpret_cast<const uint2*>(scales));
+    __device__ __forceinline__ void load(Piece& piece, int i, const Slots& slots) const {
+        if (slots.of[i >> 2] < 0) return;
+        piece.code[i] = load_codes(code[i >> 2] + 64 * (i & 3));
+        piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale[i >> 2] + apart * (i & 3)));
     }
 };
 
 // A step's units to shared memory, each followed by the load of the same of the step to come.
-__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int buffer, Piece& piece, int& slot, int next, int coming) {
+__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int buffer, Piece& piece, Slots& slots, int next, const Slots& coming) {
     const int swizzle = p.lane & 7, first = p.first_unit(step);
     const u32 target = shared_address(s.keys[buffer]) + p.row(step) * 128;
     const Source from(p, next, coming);
     if (p.in_window(step)) {
-        const uint2 own = piece.scales;
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int chunk = (first & 3) * 2;
-            const u32 scale = prmt(i & 2 ? own.y : own.x, 0, 0x4440 + 2 * (i & 1) + ((first >> 1) & 1));
-            const u32 bits = slot < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
+            const u32 scale = prmt(piece.scale[i], 0, 0x4440 + ((first >> 1) & 1));
+            const u32 bits = slots.of[0] < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
             const u32 block = target + ((first >> 2) + i) * BLOCK;
             decode_e4m3(piece.code[i], factor, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
             from.load(piece, i, coming);
         }
     } else {
-        const uint2 of_units = exchange_scales(piece.scales, p.lane);
-        const u32 there = ~u32(slot >> 31);
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int chunk = (first & 1) * 4;
-            const u32 pair = (i & 2 ? of_units.y : of_units.x) & there;
-            const float2 scales = unpack_f16(e4m3_halves(i & 1 ? pair >> 16 : pair));
+            const float2 scales = unpack_f16(e4m3_halves(slots.of[i >> 2] < 0 ? 0 : piece.scale[i]));
             const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
-            const u32 block = target + ((first >> 1) + 2 * i) * BLOCK;
+            const u32 block = target + (i >> 2) * 1024 + ((first >> 1) + 2 * (i & 3)) * BLOCK;
             decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
             decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4),
                         block + (((chunk + 3) ^ swizzle) << 4));
             from.load(piece, i, coming);
         }
     }
-    if (p.lane < 8) s.bias[buffer][p.row(step)] = slot >= 0 ? 0.0f : NEG_INF;
-    const bool lacking = __any_sync(~0u, slot < 0);
+    if (p.lane < 8) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            if (r == 0 || !p.in_window(step)) s.bias[buffer][p.row(step) + 8 * r] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
+    }
+    bool lacking = false;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) lacking |= (r == 0 || !p.in_window(step)) && slots.of[r] < 0;
+    lacking = __any_sync(~0u, lacking);
     if (p.lane < 2 && (!p.in_window(step) || p.lane == p.half(step))) s.absent[buffer][PRODUCERS * p.lane + p.warp] = lacking;
     if (p.ends_tile(step)) {
         fence_async_shared();
         __syncwarp();
         if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer]));
     }
-    slot = coming;
+    slots = coming;
 }
 
 // Fill the tiles of this block's items, records one step ahead, slots two.
@@ -144,23 +196,23 @@ __device__ __forceinline__ void produce(Shared& s, const Producer& p, int item, 
     if (tiles == 0) return;
     Piece piece{};
     Step step{item, 0}, coming = p.after(step);
-    const int2 stored = p.stored_slot(step), stored_coming = p.stored_slot(coming);
-    int slot = p.check(step, stored);
-    const Source from(p, 0, slot);
+    const StoredSlots stored = p.stored_slots(step), stored_coming = p.stored_slots(coming);
+    Slots slots = p.check(step, stored);
+    const Source from(p, 0, slots);
 #pragma unroll
-    for (int i = 0; i < UNITS; ++i) from.load(piece, i, slot);
-    int coming_slot = p.check(coming, stored_coming);
+    for (int i = 0; i < UNITS; ++i) from.load(piece, i, slots);
+    Slots coming_slots = p.check(coming, stored_coming);
     int turn = 0;  // tiles before this item
 #pragma unroll 1
     while (step.item < p.items) {
         const int tile = turn + p.tile(step.number);
         if (p.starts_tile(step.number)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
         const Step later = p.after(coming);
-        const int2 stored_later = p.stored_slot(later);
-        put(s, p, step.number, tile & 1, piece, slot, coming.number, coming_slot);
+        const StoredSlots stored_later = p.stored_slots(later);
+        put(s, p, step.number, tile & 1, piece, slots, coming.number, coming_slots);
         if (coming.number == 0) turn += tiles;
         step = coming, coming = later;
-        coming_slot = p.check(later, stored_later);
+        coming_slots = p.check(later, stored_later);
     }
 }
 
@@ -182,34 +234,34 @@ struct Consumer {
     __device__ __forceinline__ float& value(int i) { return o[i >> 6][i & 63]; }
 };
 
-// Half of the heads of an item to registers, absent heads zero; to shared memory, channels permuted. Such a load is not moved by the
-// compiler: earlier than it is written it would take registers that are not there.
-template <int HALF>
-__device__ __forceinline__ void fetch_query(uint4 (&value)[8], const u16* q, i64 stride_h, int heads) {
-    const int first = threadIdx.x >> 6;
-    const u16* source = q + (32 * HALF + first) * stride_h + 8 * (threadIdx.x & 63);
+__device__ __forceinline__ float finite(float x) { return x == NEG_INF ? 0.0f : x; }
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Heads of an item to shared memory, channels permuted, absent heads zero.
+__device__ __forceinline__ void load_query(Shared& s, const u16* q, i64 stride_h, int heads) {
+    const int first = threadIdx.x >> 6, chunk = threadIdx.x & 63;
+    const u16* source = q + first * stride_h + 8 * chunk;
+    const u32 target = shared_address(s.query) + (chunk >> 3) * BLOCK + first * 128;
+    uint4 value[16];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        value[i] = uint4{0, 0, 0, 0};
-        if (32 * HALF + 4 * i + first < heads)
-            asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(value[i].x), "=r"(value[i].y), "=r"(value[i].z), "=r"(value[i].w)
-                         : "l"(source)
-                         : "memory");
+    for (int i = 0; i < 16; ++i) {
+        value[i] = 4 * i + first < heads ? load_codes(reinterpret_cast<const u8*>(source)) : uint4{0, 0, 0, 0};
         source += 4 * stride_h;
     }
-}
-template <int HALF>
-__device__ __forceinline__ void store_query(Shared& s, const uint4 (&value)[8]) {
-    const int first = threadIdx.x >> 6, chunk = threadIdx.x & 63;
-    const u32 target = shared_address(s.query) + (chunk >> 3) * BLOCK + first * 128;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const uint4 v = value[j];
-        const int i = 8 * HALF + j;  // head 4 i + first
+    for (int i = 0; i < 16; ++i) {  // head 4 i + first
+        const uint4 v = value[i];
         store_shared4(target + 512 * i + ((((chunk & 7) ^ first) ^ (4 * (i & 1))) << 4), prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632),
                       prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
     }
+    fence_async_shared();
 }
 // Heads of the item to come to the L2 cache.
 __device__ __forceinline__ void prefetch_query(const u16* q, i64 stride_h, int heads) {
@@ -592,19 +644,15 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
         asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
         const int thread = threadIdx.x & 127, lane = threadIdx.x & 31;
         int turn = 0;
-        uint4 left[8], right[8];
-        const auto heads_of = [&](int of) { return q + i64(of >> shift) * q_stride_n + (of & shift) * 64 * q_stride_h; };
-        const auto count_of = [&](int of) { return heads - (of & shift) * 64; };
-        fetch_query<0>(left, heads_of(item), q_stride_h, count_of(item));
-        fetch_query<1>(right, heads_of(item), q_stride_h, count_of(item));
 #pragma unroll 1
         while (true) {
             const int first_head = (item & shift) * 64;
-            store_query<0>(s, left);
-            store_query<1>(s, right);
-            fence_async_shared();
+            load_query(s, q + i64(item >> shift) * q_stride_n + first_head * q_stride_h, q_stride_h, heads - first_head);
             named_sync(1, CONSUMERS);
-            if (SIZE == 1 && item + stride < items) prefetch_query(heads_of(item + stride), q_stride_h, count_of(item + stride));
+            if (SIZE == 1 && item + stride < items) {
+                const int coming = item + stride, head = (coming & shift) * 64;
+                prefetch_query(q + i64(coming >> shift) * q_stride_n + head * q_stride_h, q_stride_h, heads - head);
+            }
             if (SIZE > 1) cluster_wait();
             Consumer c;
             c.group = warp >> 2, c.thread = thread, c.row = 16 * (warp & 3) + (lane >> 2), c.quad = lane & 3;
@@ -633,10 +681,8 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
                 float scale[2];
                 finish_rows(c, c.top, total, to, c.group == 0, scale);
                 item += stride, turn += tiles;
-                fetch_query<0>(left, heads_of(item), q_stride_h, item < items ? count_of(item) : 0);
                 write_slice<256, 0, 0>(s, c, scale, to, c.group * 256);
                 if (item >= items) return;
-                fetch_query<1>(right, heads_of(item), q_stride_h, count_of(item));
                 named_sync(1, CONSUMERS);  // the output has left the query's place
             }
         }
