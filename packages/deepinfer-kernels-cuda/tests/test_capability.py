@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import deepinfer_kernels_cuda as kernels  # noqa: E402
 from deepinfer_kernels_cuda import capability  # noqa: E402
-from deepinfer_kernels_cuda.attention import FEW, choose_few, choose_splits  # noqa: E402
+from deepinfer_kernels_cuda.attention import FEW, choose_few, choose_rest, choose_splits  # noqa: E402
 
 
 def test_cpu_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +67,16 @@ def test_splits_fill_the_chip_once() -> None:
     assert choose_splits(64, 1, 2, 132) == 2
     assert choose_splits(1, 1, 1, 132) == 1
     assert choose_splits(4096, 2, 10, 132) == 1
+
+
+def test_a_last_round_of_few_queries_is_a_launch_of_its_own() -> None:
+    assert choose_rest(4096, 1, 10, 132) == 4
+    assert choose_rest(140, 1, 10, 132) == 8
+    assert choose_rest(133, 2, 10, 132) == 1, "two blocks of heads make 266 items"
+    assert choose_rest(512, 1, 10, 132) == 0, "116 of 132 blocks have work"
+    assert choose_rest(132, 1, 10, 132) == 0
+    assert choose_rest(66, 1, 10, 132) == 0, "there is no round before it"
+    assert choose_rest(4096, 1, 2, 132) == 0, "a round of the window alone is shorter than a launch"
 
 
 def test_few_queries_run_at_once_and_have_room() -> None:

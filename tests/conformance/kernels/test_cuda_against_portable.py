@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 kernels = pytest.importorskip("deepinfer_kernels_cuda")
 attention = pytest.importorskip("deepinfer_kernels_cuda.attention")
+twin = pytest.importorskip("deepinfer_kernels_cuda.reference.attention")
 portable = pytest.importorskip("deepinfer_offline.ops.deepsig")
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -53,7 +54,8 @@ def poisoned_pool(slots: int, fmt: str, channels: int, used: int):
 @pytest.mark.parametrize(
     ("t", "heads", "n", "w", "k"),
     [(3, 7, 512, 40, 33), (2, 16, 64, 16, 0), (5, 1, 128, 9, 3), (2, 22, 512, 128, 130)]
-    + ([] if INTERPRET else [(33, 64, 512, 128, 512), (4, 128, 512, 128, 512), (1, 8, 512, 128, 512)]),
+    + ([] if INTERPRET else [(33, 64, 512, 128, 512), (4, 128, 512, 128, 512), (1, 8, 512, 128, 512)])
+    + ([] if INTERPRET else [(140, 64, 512, 128, 512), (133, 128, 512, 40, 550)]),  # with a last round of few queries
 )
 def test_sparse_mla_decode(t, heads, n, w, k, dtype) -> None:
     q, sink = rand(t, heads, n, dtype=dtype), rand(heads)
@@ -84,6 +86,25 @@ def test_sparse_mla_decode(t, heads, n, w, k, dtype) -> None:
             assert_near(again, want, dtype)
             assert torch.isposinf(lse[-1]).all()
             assert torch.isfinite(lse[:-1]).all()
+
+
+@pytest.mark.skipif(INTERPRET, reason="the kernel for Hopper")
+@pytest.mark.parametrize("sharpness", [1.0, 6.0, 40.0])
+def test_sparse_mla_decode_where_maxima_rise(sharpness) -> None:
+    """A row's reference moves only by 2^8 and more: never at sharpness 1, from tile to tile at 40."""
+    t, heads, n = 9, 64, 512
+    q, sink = (rand(t, heads, n) * sharpness).bfloat16(), rand(heads)
+    window, extra = poisoned_pool(300, "fp8", n, 256), poisoned_pool(700, "nvfp4", n, 600)
+    slots = torch.randint(0, 256, (t, 128), device=DEVICE).int()
+    chosen = torch.randint(0, 600, (t, 512), device=DEVICE).int()
+    pools = {"compressed_pool": extra, "compressed_slots": chosen}
+    want, want_lse = twin.sparse_mla_decode(q, window, slots, sink, scale=n**-0.5, **pools)
+    for splits in (1, 2, 4, 8):
+        out, lse = kernels.sparse_mla_decode(
+            q, window, slots, sink, scale=n**-0.5, splits=splits, return_lse=True, **pools
+        )
+        assert_near(out, want, torch.bfloat16)
+        assert torch.allclose(lse.double(), want_lse, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

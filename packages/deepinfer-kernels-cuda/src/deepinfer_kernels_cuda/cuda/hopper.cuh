@@ -183,6 +183,11 @@ __device__ __forceinline__ void store_shared4(u32 address, u32 a, u32 b, u32 c, 
 __device__ __forceinline__ void store_shared2(u32 address, u32 a, u32 b) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
+// Four matrices of 8 x 8 pairs of bytes; lane L has the address of row L % 8 of matrix L / 8.
+__device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
 __device__ __forceinline__ u32 load_shared(u32 address) {
     u32 d;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(d) : "r"(address) : "memory");

@@ -25,6 +25,7 @@ struct Shared {
     u32 weights[2048];       // probabilities, rows of 128 bytes as an operand
     float4 peers[SIZE][64];  // of each other block and head: maximum, sum, factor that its slice is to be multiplied by
     float bias[2][TILE];
+    u8 absent[2][2 * PRODUCERS];  // whether a warp's rows of half a tile lack one
     float top[2][64];
     float sum[2][64];
     u64 full[2], empty[2], ready, received[PIECES];
@@ -177,6 +178,11 @@ __device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int 
         for (int r = 0; r < ROWS; ++r)
             if (r == 0 || !p.in_window(step)) s.bias[buffer][p.row(step) + 8 * r] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
     }
+    bool lacking = false;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) lacking |= (r == 0 || !p.in_window(step)) && slots.of[r] < 0;
+    lacking = __any_sync(~0u, lacking);
+    if (p.lane < 2 && (!p.in_window(step) || p.lane == p.half(step))) s.absent[buffer][PRODUCERS * p.lane + p.warp] = lacking;
     if (p.ends_tile(step)) {
         fence_async_shared();
         __syncwarp();
@@ -279,39 +285,53 @@ __device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logi
     wgmma_commit();
 }
 
-// Logits to probabilities: packed fragments in `p`, handed over to the other group with the maxima.
+// Logits to probabilities: packed fragments in `p`, handed over to the other group with the maxima that they refer to. A
+// maximum moves only by 2^RISE and more, since all of the output is multiplied when it does: what is larger than 1 until then has
+// as many digits. A tile of which no key is absent needs no bias.
+constexpr float RISE = 8.0f;
 __device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int buffer, float scale, float (&logit)[32], u32 (&p)[16],
                                               float (&top)[2], float (&sum)[2]) {
     float high[2] = {NEG_INF, NEG_INF};
+    float factor = 1.0f;
+    const uint4 absent = load_shared4(shared_address(s.absent[buffer]));
+    const bool plain = (absent.x | absent.y | absent.z | absent.w) == 0 && scale > 0.0f;
+    if (plain) {
+        factor = scale;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float2 bias = *reinterpret_cast<const float2*>(&s.bias[buffer][8 * i + 2 * c.quad]);
+        for (int i = 0; i < 8; ++i)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float &x = logit[4 * i + 2 * r], &y = logit[4 * i + 2 * r + 1];
-            x = fmaf(x, scale, bias.x), y = fmaf(y, scale, bias.y);
-            high[r] = fmaxf(high[r], fmaxf(x, y));
+            for (int r = 0; r < 2; ++r) high[r] = fmaxf(high[r], fmaxf(logit[4 * i + 2 * r], logit[4 * i + 2 * r + 1]));
+        high[0] *= scale, high[1] *= scale;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float2 bias = *reinterpret_cast<const float2*>(&s.bias[buffer][8 * i + 2 * c.quad]);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float &x = logit[4 * i + 2 * r], &y = logit[4 * i + 2 * r + 1];
+                x = fmaf(x, scale, bias.x), y = fmaf(y, scale, bias.y);
+                high[r] = fmaxf(high[r], fmaxf(x, y));
+            }
         }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        top[r] = fmaxf(c.top[r], quad_max(high[r]));
+        const float most = quad_max(high[r]);
+        top[r] = most > c.top[r] + RISE ? most : c.top[r];
         if (c.quad == 0) s.top[buffer][c.row + 8 * r] = top[r];
-        const float safe = finite(top[r]);
+        const float safe = -finite(top[r]);
         sum[r] = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float x = exp2_fast(logit[4 * i + 2 * r] - safe), y = exp2_fast(logit[4 * i + 2 * r + 1] - safe);
+            const float x = exp2_fast(fmaf(logit[4 * i + 2 * r], factor, safe)), y = exp2_fast(fmaf(logit[4 * i + 2 * r + 1], factor, safe));
             sum[r] += x + y;
             p[2 * i + r] = pack_bf16(x, y);
         }
     }
-    const u32 target = shared_address(s.weights) + c.row * 128 + (c.row & 7) * 16 + 4 * c.quad;
+    const int lane = c.thread & 31, row = (c.row & ~7) + (lane & 15);
+    const u32 target = shared_address(s.weights) + row * 128 + ((row & 7) ^ (lane >> 4)) * 16;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        store_shared(target ^ i * 16, p[2 * i]);
-        store_shared((target ^ i * 16) + 1024, p[2 * i + 1]);
-    }
+    for (int i = 0; i < 4; ++i) store_matrices(target ^ i * 32, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
     fence_async_shared();
     named_arrive(2 + buffer, CONSUMERS);
 }
