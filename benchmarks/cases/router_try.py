@@ -112,14 +112,14 @@ def select():
         print(f"select t={t} parts={s} warm:", *row, flush=True)
 
 
-def many(x, w, part, bt, be, stages, spans, cluster):
+def many(x, w, part, bt, be, stages, spans, cluster, more=()):
     t, d = x.shape
     steps = d // 64
     span = -(-steps // spans)
     spans = -(-steps // span)
     shared = stages * (bt + be) * 128 + 1024
-    k = kern(("many", bt, be, stages, cluster), lambda: NativeKernel("router_many.cu", "router_product", "128s128sPiiii", threads=288, shared=shared,
-             defines=(f"TOKENS={bt}", f"EXPERTS={be}", f"STAGES={stages}", f"CLUSTER={cluster}", "EARLY=1", f"SHARED={shared}")))
+    k = kern(("many", bt, be, stages, cluster, more), lambda: NativeKernel("router_many.cu", "router_product", "128s128sPiiii", threads=288, shared=shared,
+             defines=(f"TOKENS={bt}", f"EXPERTS={be}", f"STAGES={stages}", f"CLUSTER={cluster}", "EARLY=1", f"SHARED={shared}", *more)))
     tiles = -(-t // bt)
     tiles = -(-tiles // cluster) * cluster
     k((tiles, 384 // be, spans), tensor_map(x, bt), tensor_map(w, be // cluster), part.data_ptr(), t, 384, steps, span, device=dev, cluster=cluster)
@@ -173,6 +173,18 @@ def product():
                 return part
             add(f"{bt}x{be} st{st} x{s} cl{cl}", f, f)
         for _, line in sorted(rows): print(line, flush=True)
+
+
+def ablate():
+    w = torch.randn(384, 5120, device=dev).bfloat16() * 0.01
+    for t, forms in ((1024, [(64, 192, 6, 4, 2), (128, 192, 5, 8, 2)]), (4096, [(128, 192, 5, 2, 2), (128, 192, 5, 2, 1)])):
+        x = torch.randn(t, 5120, device=dev).bfloat16()
+        for bt, be, st, s, cl in forms:
+            part = torch.empty(s, t, 384, device=dev)
+            line = []
+            for more in ((), ("NOSTORE=1",), ("NOLOAD=1", "NOSTORE=1"), ("NOMMA=1", "NOSTORE=1"), ("NOMMA=1", "NOLOAD=1", "NOSTORE=1")):
+                line.append(f"{'+'.join(m[:-2] for m in more) or 'all'} {warm(lambda: many(x, w, part, bt, be, st, s, cl, more)):.2f}")
+            print(f"  ablation t={t} {bt}x{be} x{s} cl{cl}:", *line, flush=True)
 
 
 def decode():

@@ -13,6 +13,15 @@
 #ifndef STAGES
 #define STAGES 5
 #endif
+#ifndef NOSTORE
+#define NOSTORE 0
+#endif
+#ifndef NOLOAD
+#define NOLOAD 0
+#endif
+#ifndef NOMMA
+#define NOMMA 0
+#endif
 #ifndef CLUSTER
 #define CLUSTER 2
 #endif
@@ -94,7 +103,7 @@ __device__ __forceinline__ void produce(const Ring& ring, const Tiles& tiles, in
     wait_for_kernels();
     for (int i = 0; i < first; ++i) tiles.tokens(ring, i);
 #pragma unroll 1
-    for (int i = STAGES; i < count; ++i) {
+    for (int i = STAGES; i < (NOLOAD ? 0 : count); ++i) {
         barrier_wait(ring.freed(i), Ring::turn(i) ^ 1);
         tiles.weights(ring, i, rank);
         tiles.tokens(ring, i);
@@ -155,9 +164,16 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     } else {
         wait_for_kernels();
         float acc[WIDTH / 2];
+#if NOMMA
+        for (int i = 0; i < WIDTH / 2; ++i) acc[i] = i;
+#endif
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            barrier_wait(ring.filled(i), Ring::turn(i));
+            if (!NOLOAD || i < STAGES) barrier_wait(ring.filled(i), Ring::turn(i));
+#if NOMMA
+            if (i + STAGES < count && lane < CLUSTER) peer_arrive(peer_address(ring.freed(i), lane));
+            continue;
+#endif
             const u64 a = wgmma_operand(ring.x(i) + (TOKENS == 128 ? group * 8192 : 0), 16, 1024);
             const u64 b = wgmma_operand(ring.w(i) + (TOKENS == 128 ? 0 : group * W_BYTES / 2), 16, 1024);
             wgmma_fence();
@@ -166,7 +182,7 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
             wgmma_commit();
             wgmma_wait<1>();  // the step before is complete: its tiles may be overwritten, here and by the other block
             // An arrival that orders more than itself is a fence, which waits for the copies. Each is waited for: no block ends before.
-            if (i > 0 && i - 1 + STAGES < count && lane < CLUSTER) peer_arrive(peer_address(ring.freed(i - 1), lane));
+            if (!NOLOAD && i > 0 && i - 1 + STAGES < count && lane < CLUSTER) peer_arrive(peer_address(ring.freed(i - 1), lane));
         }
         wgmma_wait<0>();
         if (CLUSTER > 1) cluster_arrive();
@@ -175,7 +191,7 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
 #endif
         const int token = blockIdx.x * TOKENS + (TOKENS == 128 ? group * 64 : 0) + (warp & 3) * 16 + (lane >> 2);
         const int expert = blockIdx.y * EXPERTS + (TOKENS == 128 ? 0 : group * WIDTH);
-        store_logits(part + (i64(blockIdx.z) * tokens + token) * experts + expert, acc, experts, tokens - token, lane);
+        if (!NOSTORE || acc[0] == 12345.0f) store_logits(part + (i64(blockIdx.z) * tokens + token) * experts + expert, acc, experts, tokens - token, lane);
 #if FUSE
         __shared__ int lists[8 * PAIR * MOST];
         select_share(reinterpret_cast<float*>(memory + (ring.data - shared_address(memory))), lists, part, counters,
