@@ -16,9 +16,8 @@ from .tensormaps import fits_map, tensor_map
 
 #: Tokens from which the library's matrix product is faster than the split one (H200: 21 us of 16 GFLOP at 4096).
 _LIBRARY_TOKENS = 512
-#: Selection on sm_90, up to so many experts of which so many are chosen: a warp a token, four a block; a block a token where
-#: logits of V4.1's experts come in parts.
-_SELECT_WARPS, _SELECT_EXPERTS, _SELECT_MOST = 4, 512, 32
+#: Selection on sm_90, a warp a token and four a block, up to so many experts of which so many are chosen; parts loaded at once.
+_SELECT_WARPS, _SELECT_EXPERTS, _SELECT_MOST, _SELECT_PARTS = 4, 512, 32, 4
 #: The product in CUDA C++: V4.1's experts, tokens and experts of a block, columns of a step, most spans, blocks at once.
 _EXPERTS, _BLOCK_TOKENS, _BLOCK_EXPERTS, _STEP, _SPANS, _MULTIPROCESSORS = 384, 64, 96, 64, 16, 132
 #: It selects too up to so many tokens, and leaves the selection to the next kernel up to so many (H200, at 128: 6.6 us against
@@ -29,8 +28,8 @@ _EMPTY = -8531  # 0xffffdead, what the kernel takes for no part of a logit
 
 
 @functools.lru_cache(maxsize=8)
-def _select_kernel(items: int, together: bool) -> NativeKernel:
-    defines = (f"ITEMS={items}", f"TOGETHER={int(together)}")
+def _select_kernel(items: int, parts: int) -> NativeKernel:
+    defines = (f"ITEMS={items}", f"PARTS={parts}")
     return NativeKernel("router.cu", "router_select", "PPPPiiiifi", threads=128, defines=defines)
 
 
@@ -182,7 +181,7 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, cut: _Split | None = None) ->
 
 def _select(part, bias, ids, gates, normalise: bool, scale: float) -> None:
     spans, _, experts = part.shape
-    fits = experts == _EXPERTS if spans > 1 else experts <= _SELECT_EXPERTS
+    fits = experts <= _SELECT_EXPERTS and (spans == 1 or experts % 4 == 0)
     fits = fits and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
     native = fits and device_arch(part.device) == 90 and native_reason() is None
     (_select_sm90 if native else _select_portable)(part, bias, ids, gates, normalise, scale)
@@ -190,9 +189,8 @@ def _select(part, bias, ids, gates, normalise: bool, scale: float) -> None:
 
 def _select_sm90(part, bias, ids, gates, normalise: bool, scale: float) -> None:
     (spans, t, experts), k = part.shape, ids.shape[1]
-    items, together = -(-experts // 128) * 4, spans > 1
-    _select_kernel(items, together)(
-        (t if together else -(-t // _SELECT_WARPS), 1, 1),
+    _select_kernel(-(-experts // 128) * 4, _SELECT_PARTS if spans > 1 else 1)(
+        (-(-t // _SELECT_WARPS), 1, 1),
         part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, spans, k, scale, int(normalise),
         device=part.device,
     )  # fmt: skip
