@@ -1,11 +1,20 @@
 #pragma once
 // Behind hopper.cuh. A router's selection: top k of sqrt(softplus(logit)) + bias (lowest expert on ties), ids ascending, their weights.
 //
-// A warp selects for one token; a lane has ITEMS experts, four neighbours at a time. The k-th key is no less than the k-th largest of
-// the lanes' best. The few experts that come up to that bound get a lane each, and the worst of them leave. Where more than 32 come up
-// to it, or fewer than k keys are numbers, the threshold is found bit by bit, by counting.
+// A warp selects for one token; a lane has ITEMS experts, four neighbours at a time. Keys are computed roughly first. The k-th key is
+// no less than the k-th largest of the lanes' best, but for the error; the few experts that come up to that get a lane and an exact
+// key each, and the worst of them leave. Where more than 32 come up to it, or keys are no finite numbers, all are computed exactly and
+// the threshold is found bit by bit, by counting.
+//
+// TOP: experts of a token. WHOLE: there are 32 * ITEMS experts, and their biases and logits lie at addresses in 16s.
 
-constexpr int MOST = 32;  // experts of a token
+#ifndef TOP
+#define TOP 6
+#endif
+#ifndef WHOLE
+#define WHOLE 1
+#endif
+static_assert(TOP >= 1 && TOP <= 32, "a lane for each");
 constexpr int PIECES = ITEMS / 4;
 
 // sqrt(softplus): the logarithm of 1 + u, u in [0, 1], as a polynomial (relative error 2e-7).
@@ -24,6 +33,15 @@ __device__ __forceinline__ float score(float logit) {
     const float sum = fmaf(p, u, fmaxf(logit, 0.0f));
     float root;
     asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(sum));
+    return root;
+}
+
+// The same within ROUGH (a polynomial within 2.9e-3; 1.2e-3 in all, and from 17 on the same bits).
+constexpr float ROUGH = 1.3e-3f;
+__device__ __forceinline__ float rough_score(float logit) {
+    const float u = exp2_fast(-1.44269504f * fabsf(logit));
+    float root;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(fmaf(fmaf(fmaf(0.14171f, u, -0.443776f), u, 0.997173f), u, fmaxf(logit, 0.0f))));
     return root;
 }
 
@@ -73,17 +91,17 @@ __device__ __forceinline__ u32 count_from(const u32 (&key)[ITEMS], u32 bound) {
 }
 
 // The lane's chosen items: all over the k-th key and the first of those equal to it.
-__device__ __forceinline__ u32 choose_by_counting(const float (&keys)[ITEMS], u32 k) {
+__device__ __forceinline__ u32 choose_by_counting(const float (&x)[ITEMS], const float (&offset)[ITEMS]) {
     u32 key[ITEMS], found = 0;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) key[i] = ordered(keys[i]);
+    for (int i = 0; i < ITEMS; ++i) key[i] = ordered(score(x[i]) + offset[i]);
 #pragma unroll 1
     for (u32 bit = 1u << 31; bit; bit >>= 1)
-        if (count_from(key, found | bit) >= k) found |= bit;
+        if (count_from(key, found | bit) >= TOP) found |= bit;
     u32 chosen = 0, equal = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) chosen |= u32(key[i] > found) << i, equal |= u32(key[i] == found) << i;
-    int room = int(k) - int(__reduce_add_sync(~0u, __popc(chosen)));
+    int room = TOP - int(__reduce_add_sync(~0u, __popc(chosen)));
 #pragma unroll 1
     for (int j = 0; j < PIECES; ++j) {
         u32 piece = equal & 15u << 4 * j;
@@ -94,48 +112,41 @@ __device__ __forceinline__ u32 choose_by_counting(const float (&keys)[ITEMS], u3
     return chosen;
 }
 
-// The lane's items that may be among the best k, none if fewer than k lanes have keys that are numbers.
-__device__ __forceinline__ u32 choose_by_lanes(const float (&key)[ITEMS], int k) {
+// The lane's items that may be among the best, by rough keys; none if fewer than TOP lanes have keys that are finite numbers.
+__device__ __forceinline__ u32 choose_by_lanes(const float (&key)[ITEMS]) {
     float best = key[0];
 #pragma unroll
     for (int i = 1; i < ITEMS; ++i) best = fmaxf(best, key[i]);
     u32 own = ordered(best), bound = __reduce_max_sync(~0u, own);
-#pragma unroll 1
-    for (int round = 1; round < k; ++round) {
+#pragma unroll(TOP <= 8 ? 8 : 1)
+    for (int round = 1; round < TOP; ++round) {
         if (own == bound) own = 0;
         bound = __reduce_max_sync(~0u, own);
     }
-    const float below = from_ordered(bound - 1);  // the next float, so that a difference has the sign
+    // Less than each that may be, so that a difference has the sign; the sum with a bias is rounded too. None is below infinity so.
+    const float best_kth = from_ordered(bound), below = best_kth - (2 * ROUGH + 4e-7f * fabsf(best_kth));
     u32 items = 0;
 #pragma unroll
     for (int i = ITEMS - 1; i >= 0; --i) items = __funnelshift_l(__float_as_uint(below - key[i]), items, 1);
     return bound > ordered(-1e30f) ? items : 0;
 }
 
-struct Row {
-    int experts;
-    bool wide;  // whole vectors of four
-
-    __device__ __forceinline__ Row(const float* logits, const float* bias, int experts_)
-        : experts(experts_), wide((experts_ & 3) == 0 && ((reinterpret_cast<u64>(logits) | reinterpret_cast<u64>(bias)) & 15) == 0) {}
-
-    __device__ __forceinline__ void load(float (&x)[ITEMS], const float* from, float missing) const {
-        if (wide) {
+// A lane's share of a row.
+__device__ __forceinline__ void load_row(float (&x)[ITEMS], const float* from, int experts, float missing) {
+#if WHOLE
 #pragma unroll
-            for (int j = 0; j < PIECES; ++j) {
-                float4 four = make_float4(missing, missing, missing, missing);
-                if (first_of(j) < experts) four = *reinterpret_cast<const float4*>(from + first_of(j));
-                x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                const int at = first_of(i / 4) + i % 4;
-                x[i] = at < experts ? from[at] : missing;
-            }
-        }
+    for (int j = 0; j < PIECES; ++j) {
+        const float4 four = *reinterpret_cast<const float4*>(from + first_of(j));
+        x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
     }
-};
+#else
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        const int at = first_of(i / 4) + i % 4;
+        x[i] = at < experts ? from[at] : missing;
+    }
+#endif
+}
 
 // Pieces to shared memory, [32 * ITEMS].
 __device__ __forceinline__ void keep(float* kept, const float (&x)[ITEMS]) {
@@ -149,45 +160,40 @@ struct Choice {
     const float* bias;
     i64* ids;
     float* gates;
-    int k;
     float scale;
     int normalise;
 
-    // x, offset: logits and bias of a lane's experts; logits: the token's, of all experts; list: [MOST], the warp's own.
+    // x, offset: logits and bias of a lane's experts; logits: the token's, of all experts; list: [32], the warp's own.
     __device__ __forceinline__ void select(const float (&x)[ITEMS], const float (&offset)[ITEMS], const float* logits, int* list, int token) const {
         const int lane = threadIdx.x & 31;
         float key[ITEMS];
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) key[i] = score(x[i]) + offset[i];
-        int count = make_list(list, choose_by_lanes(key, k));
-        if (count < k || count > 32) count = make_list(list, choose_by_counting(key, k));
-        int expert = lane < count ? list[lane] : 0;
-        float weight = lane < count ? score(logits[expert]) : 0.0f;
-        if (count > k) {
-            u32 own = lane < count ? ordered(weight + bias[expert]) : ~0u;
+        for (int i = 0; i < ITEMS; ++i) key[i] = rough_score(x[i]) + offset[i];
+        int count = make_list(list, choose_by_lanes(key));
+        if (count < TOP || count > 32) count = make_list(list, choose_by_counting(x, offset));
+        bool chosen = lane < count;
+        const bool many = count > 8;
+        const int expert = chosen ? list[lane] : 0;
+        float weight = chosen ? score(logits[expert]) : 0.0f;
+        if (count > TOP) {
+            u32 own = chosen ? ordered(weight + bias[expert]) : ~0u;
 #pragma unroll 1
-            for (; count > k; --count) {  // of equal keys the last leaves
+            for (; count > TOP; --count) {  // of equal keys the last leaves
                 const u32 same = __ballot_sync(~0u, own == __reduce_min_sync(~0u, own));
-                if (lane == 31 - __clz(same)) own = ~0u;
+                if (lane == 31 - __clz(same)) own = ~0u, weight = 0, chosen = false;
             }
-            const u32 left = __ballot_sync(~0u, own != ~0u);
-            if (own != ~0u) list[__popc(left & ((1u << lane) - 1))] = lane;
-            __syncwarp();
-            const int from = list[lane] & 31;
-            expert = __shfl_sync(~0u, expert, from);
-            weight = __shfl_sync(~0u, weight, from);
-            if (lane >= k) weight = 0.0f;
         }
+        const u32 place = __popc(__ballot_sync(~0u, chosen) & ((1u << lane) - 1));
         if (normalise) {
             float sum = weight;
-            if (k > 8) sum += __shfl_xor_sync(~0u, sum, 16), sum += __shfl_xor_sync(~0u, sum, 8);
+            if (many) sum += __shfl_xor_sync(~0u, sum, 16), sum += __shfl_xor_sync(~0u, sum, 8);
 #pragma unroll
             for (int d = 4; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
             asm("div.full.f32 %0, %1, %2;" : "=f"(weight) : "f"(weight), "f"(sum + 1e-20f));
         }
-        if (lane < k) {
-            ids[i64(token) * k + lane] = expert;
-            gates[i64(token) * k + lane] = weight * scale;
+        if (chosen) {
+            ids[i64(token) * TOP + place] = expert;
+            gates[i64(token) * TOP + place] = weight * scale;
         }
         __syncwarp();  // the list was read
     }

@@ -129,14 +129,13 @@ __device__ __forceinline__ void collect(float* from, i64 apart, int spans, int e
 
 // The blocks that have parts of the same tokens select for a share of these each, as the parts come in. All of the grid are resident.
 __device__ __forceinline__ void select_share(float* kept, float* part, const Choice& choice, int tokens, int experts) {
-    __shared__ int list[MOST];
+    __shared__ int list[32];
     const int warp = __reduce_max_sync(~0u, threadIdx.x >> 5);
     const int sharers = gridDim.y * gridDim.z, share = (TOKENS + sharers - 1) / sharers;
     const int first = blockIdx.x * TOKENS + (blockIdx.y + blockIdx.z * gridDim.y) * share;
     const int last = min(min(first + share, int(blockIdx.x + 1) * TOKENS), tokens);
-    const Row row(part, choice.bias, experts);
     float offset[ITEMS];
-    row.load(offset, choice.bias, NEG_INF);
+    load_row(offset, choice.bias, experts, NEG_INF);
     named_sync(1, 256);  // the tiles in `kept` were read
 #pragma unroll 1
     for (int token = first; token < last; ++token) {
@@ -155,7 +154,7 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
                int span
 #if SELECTS
                ,
-               const float* bias, i64* ids, float* gates, int k, float scale, int normalise
+               const float* bias, i64* ids, float* gates, float scale, int normalise
 #endif
 ) {
     extern __shared__ u8 memory[];
@@ -192,6 +191,6 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     store_logits(part + (i64(blockIdx.z) * tokens + token) * experts + expert, acc, experts, tokens - token, lane);
 #if SELECTS
     float* const kept = reinterpret_cast<float*>(memory + (ring.data - shared_address(memory)));
-    select_share(kept, part, Choice{bias, ids, gates, k, scale, normalise}, tokens, experts);
+    select_share(kept, part, Choice{bias, ids, gates, scale, normalise}, tokens, experts);
 #endif
 }
