@@ -294,6 +294,12 @@ def test_router(t, experts, d, k, dtype) -> None:
     ids, _ = kernels.router(x, levels.to(dtype), torch.zeros_like(bias), k=k, normalise=True, scale=1.5)
     first = torch.sort(levels[:, : len(x)].T, dim=1, descending=True, stable=True).indices[:, :k]
     assert torch.equal(ids, first.sort(dim=1).values)
+    # Twenty experts of a token are so near each other that keys of three digits would not tell them apart.
+    rank = torch.rand(experts, d, device=DEVICE).argsort(0)
+    near = torch.where(rank < 20, 0.5 + rank / 512, -4.0).to(dtype)
+    ids, _ = kernels.router(x, near, torch.zeros_like(bias), k=k, normalise=True, scale=1.5)
+    first = torch.sort(near[:, : len(x)].T.float(), dim=1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(ids, first.sort(dim=1).values)
 
 
 @pytest.mark.skipif(INTERPRET, reason="CUDA C++")
