@@ -23,8 +23,13 @@ def sel(items, together):
     return NativeKernel("old_router.cu", "router_select", "PPPPiiiifi", threads=128, defines=(f"ITEMS={items}", f"TOGETHER={together}"))
 
 
-def sel_new(items, parts, top, whole, warps):
-    return NativeKernel("router.cu", "router_select", "PPPPiifi", threads=32 * warps, defines=(f"ITEMS={items}", f"PARTS={parts}", f"TOP={top}", f"WHOLE={whole}", f"WARPS={warps}"))
+def sel_new(items, parts, top, whole, warps, together=0, keep=0, carve=0):
+    k = NativeKernel("router.cu", "router_select", "PPPPiifi", threads=32 * warps, defines=(f"ITEMS={items}", f"PARTS={parts}", f"TOP={top}", f"WHOLE={whole}", f"WARPS={warps}", f"TOGETHER={together}", f"KEEP={keep}"))
+    if carve:
+        from deepinfer_kernels_cuda.native import _driver
+        r = _driver().cuFuncSetAttribute(k._load(0), 9, carve)
+        if r: print("carve failed", r)
+    return k
 
 
 KERNELS = {}
@@ -43,12 +48,13 @@ def run_old(part, bias, ids, gates, normalise=1, scale=1.5):
     kern(("old", items, tog), lambda: sel(items, tog))((t if tog else -(-t // 4), 1, 1), part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, e, s, k, scale, normalise, device=dev)
 
 
-def run_new(part, bias, ids, gates, normalise=1, scale=1.5, warps=4, whole=None):
+def run_new(part, bias, ids, gates, normalise=1, scale=1.5, warps=4, whole=None, together=0, keep=0, carve=0):
     s, t, e = part.shape
     k = ids.shape[1]
     items = -(-e // 128) * 4
     whole = int(e == 32 * items) if whole is None else whole
-    kern(("new", items, s, k, whole, warps), lambda: sel_new(items, s, k, whole, warps))((-(-t // warps), 1, 1), part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, e, scale, normalise, device=dev)
+    key = (items, s, k, whole, warps, together, keep, carve)
+    kern(("new", *key), lambda: sel_new(*key))((t if together else -(-t // warps), 1, 1), part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, e, scale, normalise, device=dev)
 
 
 def out(t, k):
@@ -126,27 +132,64 @@ def many(x, w, part, bt, be, stages, spans, cluster, more=()):
     k((tiles, 384 // be, spans), tensor_map(x, bt), tensor_map(w, be // cluster), part.data_ptr(), t, 384, steps, span, device=dev, cluster=cluster)
 
 
+FORMS = {"A": {}, "K": {"keep": 1}, "C": {"carve": 100}, "CK": {"carve": 100, "keep": 1}}
+
+
+def split(x, w, s):
+    t = x.shape[0]
+    if s == 1: return lambda: torch.mm(x, w.t(), out_dtype=torch.float32)[None]
+    c = 5120 // s
+    a, b = x.view(t, s, c).transpose(0, 1), w.view(384, s, c).permute(1, 2, 0)
+    return lambda: torch.bmm(a, b, out_dtype=torch.float32)
+
+
 def product():
+    from deepinfer_kernels_cuda import overlap
     w, bias = torch.randn(384, 5120, device=dev).bfloat16() * 0.01, torch.randn(384, device=dev) * 0.1
-    for t in (320, 448, 512, 768, 1024, 1536, 2048, 3072, 4096, 16384):
+    for t, splits in ((512, (4,)), (768, (2, 4)), (1024, (2, 4)), (2048, (2,)), (3072, (1, 2)), (4096, (1, 2)), (16384, (1,))):
         x = torch.randn(t, 5120, device=dev).bfloat16()
-        ref = x.float() @ w.float().t()
-        o = out(t, 6)
-        mm = lambda: torch.mm(x, w.t(), out_dtype=torch.float32)[None]
-        def main():
-            run_old(mm() if t >= 512 else routing._logits(x, w), bias, *o)
+        o, want = out(t, 6), out(t, 6)
+        mm = split(x, w, 1)
+        def main(): run_old(mm(), bias, *o)
         line = [f"main {warm(main):.2f}/{cold(main):.2f}"]
-        for s in {320: (4, 5, 8, 10), 448: (4, 5, 8, 10), 512: (1, 4, 5, 8, 10), 768: (1, 2, 4, 5), 1024: (1, 2, 4), 1536: (1, 2, 4), 2048: (1, 2), 3072: (1, 2), 4096: (1,), 16384: (1,)}[t]:
-            c = 5120 // s
-            a, b = x.view(t, s, c).transpose(0, 1), w.view(384, s, c).permute(1, 2, 0)
-            f = mm if s == 1 else (lambda: torch.bmm(a, b, out_dtype=torch.float32))
-            err = float((f().sum(0) - ref).norm() / ref.norm())
-            for wp in (4, 8) if s in (1, 4) else (4,):
-                def whole():
-                    run_new(f(), bias, *o, warps=wp)
-                line.append(f"{s}.{wp} {warm(whole):.2f}/{cold(whole):.2f}")
-            if err > 2e-5: line.append(f"ERROR {err}")
-        print(f"whole t={t} ceiling {2 * t * 5120 * 384 / C4096 / 1e6:.1f} splits.warps:", *line, flush=True)
+        for s in splits:
+            f = split(x, w, s)
+            for name, form in FORMS.items():
+                if s > 1 and "K" in name: continue
+                if name == "A": line.append(f"product {warm(f):.2f}/{cold(f):.2f}")
+                def whole(): run_new(f(), bias, *o, **form)
+                line.append(f"{s}.{name} {warm(whole):.2f}/{cold(whole):.2f}")
+                p = f()
+                run_old(p.sum(0, keepdim=True) if s == 1 else sum(p[1:], p[0])[None], bias, *want)
+                if not same(o, want): line.append("DIFFERENT")
+            overlap.MODE = overlap.OFF
+            line.append(f"{s}.A without overlap {warm(lambda: run_new(f(), bias, *o)):.2f}")
+            overlap.MODE = overlap.DRAIN
+        line.append(f"main {warm(main):.2f}/{cold(main):.2f}")
+        print(f"whole t={t} ceiling {2 * t * 5120 * 384 / C4096 / 1e6:.1f}:", *line, flush=True)
+
+
+def few():
+    w, bias = torch.randn(384, 5120, device=dev).bfloat16() * 0.01, torch.randn(384, device=dev) * 0.1
+    for t in (129, 160, 192, 256, 288, 320):
+        x = torch.randn(t, 5120, device=dev).bfloat16()
+        o, want = out(t, 6), out(t, 6)
+        own = (lambda: routing._logits_sm90(x, w)) if t <= 256 else (lambda: routing._logits(x, w))
+        def main(): run_old(own(), bias, *o)
+        line = [f"parts {own().shape[0]}; main {warm(main, 20):.2f}/{cold(main):.2f}"]
+        if t <= 256:
+            for name, form in (("A", {}), ("C", {"carve": 100}), ("T2", {"together": 1, "warps": 2}), ("T4", {"together": 1}), ("T4C", {"together": 1, "carve": 100})):
+                def whole(): run_new(own(), bias, *o, **form)
+                line.append(f"{name} {warm(whole, 20):.2f}/{cold(whole):.2f}")
+                run_old(own(), bias, *want)
+                if float((o[0] != want[0]).float().mean()) > 1e-3: line.append("DIFFERENT")
+        for s in (4, 5, 8):
+            f = split(x, w, s)
+            for name in "AC":
+                def whole(): run_new(f(), bias, *o, **FORMS[name])
+                line.append(f"bmm{s}{name} {warm(whole, 20):.2f}/{cold(whole):.2f}")
+        line.append(f"main {warm(main, 20):.2f}/{cold(main):.2f}")
+        print(f"few t={t}:", *line, flush=True)
 
 
 def ablate():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from deepinfer_kernels_cuda import routing
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,3 +19,22 @@ def test_spans_cover_the_columns_and_all_blocks_fit(t: int, d: int) -> None:
     if t <= routing._ONE_LAUNCH:
         assert spans * t * 384 <= 16 * 128 * 384, "the parts fit into the mail"
         assert spans <= 16, "two spans for each of eight warps"
+
+
+@given(t=st.integers(1, 10**6), experts=st.integers(1, 2048), d=st.integers(1, 16384))
+def test_parts_of_the_library_are_equal_and_long(t: int, experts: int, d: int) -> None:
+    parts = routing._library_parts(t, experts, d)
+    assert d % parts == 0
+    assert parts == 1 or (d // parts >= 1024 and d // parts % 64 == 0), "vectors of a part stay where they were"
+    assert parts >= routing._library_parts(t + 1, experts, d), "more tokens, no more parts"
+
+
+def test_partial_products_add_up_wherever_rows_lie() -> None:
+    x, weight = torch.randn(6, 5121, dtype=torch.float64)[:, :5120], torch.randn(8, 5120, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "bmm", lambda a, b, out_dtype: (a @ b).to(out_dtype))  # no out_dtype without a GPU
+        part = routing._logits_library(x, weight, 4)
+    assert part.shape == (4, 6, 8)
+    torch.testing.assert_close(
+        part.sum(0), (x @ weight.T).float(), rtol=1e-4, atol=1e-3
+    )  # rounded to float32 four times

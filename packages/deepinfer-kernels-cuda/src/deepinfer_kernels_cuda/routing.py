@@ -16,6 +16,11 @@ from .tensormaps import fits_map, tensor_map
 
 #: Tokens from which the library's matrix product is faster than the split one (H200: 21 us of 16 GFLOP at 4096).
 _LIBRARY_TOKENS = 512
+#: In how many parts along the hidden size the library multiplies, up to so many logits (H200, products and selection in us: 512
+#: tokens of 384 experts 9.1 in four parts and 12.0 in one, 1024 12.0 in two and 14.4, 2048 17.7 and 20.1, 3072 24.3 and 24.3).
+_LIBRARY_PARTS = ((640 * 384, 4), (2560 * 384, 2))
+#: A part has so many columns at least.
+_PART_COLUMNS = 1024
 #: Selection on sm_90, a warp a token and four a block, up to so many experts of which so many are chosen.
 _SELECT_WARPS, _SELECT_EXPERTS, _SELECT_MOST = 4, 512, 32
 #: The product in CUDA C++: V4.1's experts, tokens and experts of a block, columns of a step, most spans, blocks at once.
@@ -102,9 +107,10 @@ def _route(x, weight, bias, ids, gates, normalise: bool, scale: float) -> None:
         _route_sm90(x, weight, bias, ids, gates, normalise, scale)
         return
     # cuBLAS has no better kernel for few tokens, and none that keeps float32 exact.
-    library = x.is_cuda and x.dtype == torch.bfloat16 and t >= _LIBRARY_TOKENS
+    parts = _library_parts(t, *weight.shape)
+    library = x.is_cuda and x.dtype == torch.bfloat16 and t > _TWO_LAUNCHES and (parts > 1 or t >= _LIBRARY_TOKENS)
     if library:
-        part = product(x, weight)[None]
+        part = _logits_library(x, weight, parts)
     else:
         part = _logits_sm90(x, weight) if native and t <= _TWO_LAUNCHES else _logits(x, weight)
     _select(part, bias, ids, gates, normalise, scale)
@@ -125,6 +131,21 @@ def _cut(t: int, d: int) -> tuple[int, int, int, int]:
     most = max(1, min(_SPANS, _MULTIPROCESSORS // (tiles * (_EXPERTS // _BLOCK_EXPERTS))))
     span = -(-steps // most)
     return tiles, -(-steps // span), steps, span
+
+
+def _library_parts(t: int, experts: int, d: int) -> int:
+    """In how many parts of equal columns the library multiplies, so that there are enough tiles for the card."""
+    wanted = next((parts for most, parts in _LIBRARY_PARTS if t * experts <= most), 1)
+    return wanted if d % (wanted * _STEP) == 0 and d >= wanted * _PART_COLUMNS else 1
+
+
+def _logits_library(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """Partial logits float32 [parts, t, experts], by cuBLAS."""
+    if parts == 1:
+        return product(x, weight)[None]
+    columns = (parts, x.shape[1] // parts)
+    x, weight = x.unflatten(1, columns).transpose(0, 1), weight.unflatten(1, columns).permute(1, 2, 0)
+    return torch.bmm(x, weight, out_dtype=torch.float32)
 
 
 def _logits_sm90(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
