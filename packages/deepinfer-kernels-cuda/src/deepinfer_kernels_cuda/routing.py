@@ -135,8 +135,12 @@ def _cut(t: int, d: int) -> tuple[int, int, int, int]:
 
 def _library_parts(t: int, experts: int, d: int) -> int:
     """In how many parts of equal columns the library multiplies, so that there are enough tiles for the card."""
-    wanted = next((parts for most, parts in _LIBRARY_PARTS if t * experts <= most), 1)
-    return wanted if d % (wanted * _STEP) == 0 and d >= wanted * _PART_COLUMNS else 1
+    fits = (parts for most, parts in _LIBRARY_PARTS if t * experts <= most and _divides(d, parts))
+    return next(fits, 1)
+
+
+def _divides(d: int, parts: int) -> bool:
+    return d % (parts * _STEP) == 0 and d >= parts * _PART_COLUMNS
 
 
 def _logits_library(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
