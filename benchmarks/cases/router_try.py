@@ -23,8 +23,8 @@ def sel(items, together):
     return NativeKernel("old_router.cu", "router_select", "PPPPiiiifi", threads=128, defines=(f"ITEMS={items}", f"TOGETHER={together}"))
 
 
-def sel_new(items, parts, top, whole, warps, together=0, keep=0, carve=0):
-    k = NativeKernel("router.cu", "router_select", "PPPPiifi", threads=32 * warps, defines=(f"ITEMS={items}", f"PARTS={parts}", f"TOP={top}", f"WHOLE={whole}", f"WARPS={warps}", f"TOGETHER={together}", f"KEEP={keep}"))
+def sel_new(items, parts, top, whole, warps, together=0, keep=0, carve=0, minb=1):
+    k = NativeKernel("router.cu", "router_select", "PPPPiifi", threads=32 * warps, defines=(f"ITEMS={items}", f"PARTS={parts}", f"TOP={top}", f"WHOLE={whole}", f"WARPS={warps}", f"TOGETHER={together}", f"KEEP={keep}", f"MINB={minb}"))
     if carve:
         from deepinfer_kernels_cuda.native import _driver
         r = _driver().cuFuncSetAttribute(k._load(0), 9, carve)
@@ -48,12 +48,12 @@ def run_old(part, bias, ids, gates, normalise=1, scale=1.5):
     kern(("old", items, tog), lambda: sel(items, tog))((t if tog else -(-t // 4), 1, 1), part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, e, s, k, scale, normalise, device=dev)
 
 
-def run_new(part, bias, ids, gates, normalise=1, scale=1.5, warps=4, whole=None, together=0, keep=0, carve=0):
+def run_new(part, bias, ids, gates, normalise=1, scale=1.5, warps=4, whole=None, together=0, keep=0, carve=0, minb=1):
     s, t, e = part.shape
     k = ids.shape[1]
     items = -(-e // 128) * 4
     whole = int(e == 32 * items) if whole is None else whole
-    key = (items, s, k, whole, warps, together, keep, carve)
+    key = (items, s, k, whole, warps, together, keep, carve, minb)
     kern(("new", *key), lambda: sel_new(*key))((t if together else -(-t // warps), 1, 1), part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, e, scale, normalise, device=dev)
 
 
@@ -108,8 +108,8 @@ def select():
         x, bias = torch.randn(1, t, 384, device=dev) * 0.7, torch.randn(384, device=dev) * 0.1
         o = out(t, 6)
         row = [f"old {warm(lambda: run_old(x, bias, *o)):.2f}/{cold(lambda: run_old(x, bias, *o)):.2f}"]
-        for wp in (2, 4, 8):
-            row.append(f"new{wp} {warm(lambda: run_new(x, bias, *o, warps=wp)):.2f}/{cold(lambda: run_new(x, bias, *o, warps=wp)):.2f}")
+        for wp, mb in ((4, 1), (4, 12), (4, 16), (8, 1), (8, 8)):
+            row.append(f"new{wp}.{mb} {warm(lambda: run_new(x, bias, *o, warps=wp, minb=mb)):.2f}/{cold(lambda: run_new(x, bias, *o, warps=wp, minb=mb)):.2f}")
         print(f"select t={t} one part warm/cold:", *row, flush=True)
     for t, s in ((256, 8), (512, 8), (1024, 4), (1024, 5), (1024, 8), (2048, 4), (4096, 2)):
         x, bias = torch.randn(s, t, 384, device=dev) * 0.4, torch.randn(384, device=dev) * 0.1
@@ -132,7 +132,7 @@ def many(x, w, part, bt, be, stages, spans, cluster, more=()):
     k((tiles, 384 // be, spans), tensor_map(x, bt), tensor_map(w, be // cluster), part.data_ptr(), t, 384, steps, span, device=dev, cluster=cluster)
 
 
-FORMS = {"A": {}, "K": {"keep": 1}, "C": {"carve": 100}, "CK": {"carve": 100, "keep": 1}}
+FORMS = {"A": {}, "K": {"keep": 1}, "C": {"carve": 100}, "CK": {"carve": 100, "keep": 1}, "M12": {"minb": 12}, "M16": {"minb": 16}, "CM12": {"carve": 100, "minb": 12}}
 
 
 def split(x, w, s):
@@ -155,7 +155,7 @@ def product():
         for s in splits:
             f = split(x, w, s)
             for name, form in FORMS.items():
-                if s > 1 and "K" in name: continue
+                if (s > 1 and "K" in name) or (t < 4000 and "M" in name): continue
                 if name == "A": line.append(f"product {warm(f):.2f}/{cold(f):.2f}")
                 def whole(): run_new(f(), bias, *o, **form)
                 line.append(f"{s}.{name} {warm(whole):.2f}/{cold(whole):.2f}")

@@ -11,13 +11,16 @@
 #ifndef TOGETHER
 #define TOGETHER 0
 #endif
+#ifndef MINB
+#define MINB 1
+#endif
 #ifndef KEEP
 #define KEEP 0
 #endif
 constexpr int THREADS = 32 * WARPS;
 
 // Grid (tokens / WARPS); logits [PARTS, tokens, experts].
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, MINB)
 router_select(const float* logits, const float* bias, i64* ids, float* gates, int tokens, int experts, float scale, int normalise) {
     __shared__ int list[WARPS][32];
     const int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), token = TOGETHER ? blockIdx.x : blockIdx.x * WARPS + warp;
@@ -75,5 +78,5 @@ router_select(const float* logits, const float* bias, i64* ids, float* gates, in
     keep(kept[warp], x);  // seen by the warp when it has made its list
 #endif
 #endif
-    Choice{bias, ids, gates, scale, normalise}.select(x, offset, own, list[warp], token);
+    Choice{bias, ids, gates, experts, scale, normalise}.select(x, offset, own, list[warp], token);
 }

@@ -83,6 +83,23 @@ __device__ __forceinline__ int make_list(int* list, u32 items) {
     return count;
 }
 
+// A lane's share of a row.
+__device__ __forceinline__ void load_row(float (&x)[ITEMS], const float* from, int experts, float missing) {
+#if WHOLE
+#pragma unroll
+    for (int j = 0; j < PIECES; ++j) {
+        const float4 four = *reinterpret_cast<const float4*>(from + first_of(j));
+        x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        const int at = first_of(i / 4) + i % 4;
+        x[i] = at < experts ? from[at] : missing;
+    }
+#endif
+}
+
 __device__ __forceinline__ u32 count_from(const u32 (&key)[ITEMS], u32 bound) {
     u32 count = 0;
 #pragma unroll
@@ -90,8 +107,12 @@ __device__ __forceinline__ u32 count_from(const u32 (&key)[ITEMS], u32 bound) {
     return __reduce_add_sync(~0u, count);
 }
 
-// The lane's chosen items: all over the k-th key and the first of those equal to it.
-__device__ __forceinline__ u32 choose_by_counting(const float (&x)[ITEMS], const float (&offset)[ITEMS]) {
+// The lane's chosen items: all over the k-th key and the first of those equal to it. Logits and biases are read once more, so that
+// nothing is held for this.
+__device__ __forceinline__ u32 choose_by_counting(const float* logits, const float* bias, int experts) {
+    float x[ITEMS], offset[ITEMS];
+    load_row(x, logits, experts, 0.0f);
+    load_row(offset, bias, experts, NEG_INF);
     u32 key[ITEMS], found = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) key[i] = ordered(score(x[i]) + offset[i]);
@@ -131,23 +152,6 @@ __device__ __forceinline__ u32 choose_by_lanes(const float (&key)[ITEMS]) {
     return bound > ordered(-1e30f) ? items : 0;
 }
 
-// A lane's share of a row.
-__device__ __forceinline__ void load_row(float (&x)[ITEMS], const float* from, int experts, float missing) {
-#if WHOLE
-#pragma unroll
-    for (int j = 0; j < PIECES; ++j) {
-        const float4 four = *reinterpret_cast<const float4*>(from + first_of(j));
-        x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
-    }
-#else
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        const int at = first_of(i / 4) + i % 4;
-        x[i] = at < experts ? from[at] : missing;
-    }
-#endif
-}
-
 // Pieces to shared memory, [32 * ITEMS].
 __device__ __forceinline__ void keep(float* kept, const float (&x)[ITEMS]) {
 #pragma unroll
@@ -160,6 +164,7 @@ struct Choice {
     const float* bias;
     i64* ids;
     float* gates;
+    int experts;
     float scale;
     int normalise;
 
@@ -170,7 +175,7 @@ struct Choice {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) key[i] = rough_score(x[i]) + offset[i];
         int count = make_list(list, choose_by_lanes(key));
-        if (count < TOP || count > 32) count = make_list(list, choose_by_counting(x, offset));
+        if (count < TOP || count > 32) count = make_list(list, choose_by_counting(logits, bias, experts));
         bool chosen = lane < count;
         const bool many = count > 8;
         const int expert = chosen ? list[lane] : 0;

@@ -191,6 +191,6 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     store_logits(part + (i64(blockIdx.z) * tokens + token) * experts + expert, acc, experts, tokens - token, lane);
 #if SELECTS
     float* const kept = reinterpret_cast<float*>(memory + (ring.data - shared_address(memory)));
-    select_share(kept, part, Choice{bias, ids, gates, scale, normalise}, tokens, experts);
+    select_share(kept, part, Choice{bias, ids, gates, experts, scale, normalise}, tokens, experts);
 #endif
 }
