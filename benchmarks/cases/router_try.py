@@ -277,6 +277,11 @@ def lt():
             print(f"  #{i} id,tile,splitk,red,stages,inner,cluster={cfg} warm {u:.2f} cold {cold(f):.2f} err {err:.1e}", flush=True)
 
 
+def official():
+    import gpu_ops
+    gpu_ops.run_router(gb.Recorder("router"))
+
+
 if __name__ == "__main__":
     begin = time.time()
     try:
