@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from deepinfer_kernels_cuda import routing
+from deepinfer_kernels_cuda.native import read_source
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,3 +41,18 @@ def test_partial_products_add_up_wherever_rows_lie() -> None:
     torch.testing.assert_close(
         part.sum(0), (x @ weight.T).float(), rtol=1e-4, atol=1e-3
     )  # rounded to float32 four times
+
+
+def test_rough_scores_are_as_near_as_the_kernel_takes_them_to_be() -> None:
+    """Experts that come up to the bound within twice this error get exact keys: one that does not is never among the best."""
+    source = read_source("router.cuh")
+    found = re.search(r"fmaf\(fmaf\(fmaf\((\S+)f, u, (\S+)f\), u, (\S+)f\), u, fmaxf\(logit, 0.0f\)\)", source)
+    error = re.search(r"ROUGH = (\S+)f;", source)
+    assert found
+    assert error
+    a, b, c = map(float, found.groups())
+    x = torch.linspace(-40, 40, 1_000_001, dtype=torch.float64)
+    u = torch.exp(-x.abs())
+    rough = (((a * u + b) * u + c) * u + x.clamp_min(0)).sqrt()
+    worst = (rough - torch.nn.functional.softplus(x, threshold=1000).sqrt()).abs().max().item()
+    assert 0.5 * float(error[1]) < worst < float(error[1]) - 1e-5, "rounding and approximate functions stay below 1e-5"
