@@ -286,6 +286,7 @@ def test_indexer_scales(low, high, dtype) -> None:
             (64, 384, 5120, 6),
             (601, 384, 5120, 6),
             (1100, 384, 5120, 6),
+            (16384, 384, 5120, 6),
             (4099, 192, 1032, 8),
             (9, 512, 640, 32),
             (5, 600, 64, 4),
@@ -314,6 +315,12 @@ def test_router(t, experts, d, k, dtype) -> None:
     )
     ids, _ = kernels.router(x, levels.to(dtype), torch.zeros_like(bias), k=k, normalise=True, scale=1.5)
     first = torch.sort(levels[:, : len(x)].T, dim=1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(ids, first.sort(dim=1).values)
+    # Twenty experts of a token are so near each other that keys of three digits would not tell them apart.
+    rank = torch.rand(experts, d, device=DEVICE).argsort(0)
+    near = torch.where(rank < 20, 0.5 + rank / 512, -4.0).to(dtype)
+    ids, _ = kernels.router(x, near, torch.zeros_like(bias), k=k, normalise=True, scale=1.5)
+    first = torch.sort(near[:, : len(x)].T.float(), dim=1, descending=True, stable=True).indices[:, :k]
     assert torch.equal(ids, first.sort(dim=1).values)
 
 

@@ -121,7 +121,13 @@ _NATIVE: tuple[NativeSpec, ...] = (
         NativeSpec(f"router_select-{items}", "router.cu", defines=(f"ITEMS={items}",), quick=items == 12)
         for items in (4, 8, 12, 16)
     ),
-    NativeSpec("router_select-parts", "router.cu", defines=("ITEMS=12", "TOGETHER=1"), quick=True),
+    *(
+        NativeSpec(
+            f"router_select-parts-{parts}", "router.cu", defines=("ITEMS=12", f"PARTS={parts}"), quick=parts == 4
+        )
+        for parts in (2, 4, 8, 10)
+    ),
+    NativeSpec("router_select-odd", "router.cu", defines=("ITEMS=16", "PARTS=10", "TOP=32", "WHOLE=0")),
     NativeSpec("router_product-parts", "router_product.cu", 101 * 1024, ("SELECTS=0",), min_mma=4),
     NativeSpec("router_product-selects", "router_product.cu", 101 * 1024, ("SELECTS=1",), min_mma=4, quick=True),
     NativeSpec("topk-256", "topk.cu", 84 * 1024, ("THREADS=256", "MOST_BLOCKS=1"), quick=True),

@@ -17,8 +17,12 @@ from .tensormaps import fits_map, tensor_map
 
 #: Tokens from which the library's matrix product is faster than the split one (H200: 21 us of 16 GFLOP at 4096).
 _LIBRARY_TOKENS = 512
-#: Selection on sm_90, up to so many experts of which so many are chosen: a warp a token, four a block; a block a token where
-#: logits of V4.1's experts come in parts.
+#: In how many parts along the hidden size the library multiplies, up to so many logits (H200, products and selection in us: 512
+#: tokens of 384 experts 9.1 in four parts and 12.0 in one, 1024 12.0 in two and 14.4, 2048 17.7 and 20.1, 3072 24.3 and 24.3).
+_LIBRARY_PARTS = ((640 * 384, 4), (2560 * 384, 2))
+#: A part has so many columns at least.
+_PART_COLUMNS = 1024
+#: Selection on sm_90, a warp a token and four a block, up to so many experts of which so many are chosen.
 _SELECT_WARPS, _SELECT_EXPERTS, _SELECT_MOST = 4, 512, 32
 #: The product in CUDA C++: V4.1's experts, tokens and experts of a block, columns of a step, most spans, blocks at once.
 _EXPERTS, _BLOCK_TOKENS, _BLOCK_EXPERTS, _STEP, _SPANS, _MULTIPROCESSORS = 384, 64, 96, 64, 16, 132
@@ -29,16 +33,17 @@ _PRODUCT_SHARED = 5 * (_BLOCK_TOKENS + _BLOCK_EXPERTS) * 128 + 1024
 _EMPTY = -8531  # 0xffffdead, what the kernel takes for no part of a logit
 
 
+@functools.lru_cache(maxsize=32)
+def _select_kernel(items: int, parts: int, top: int, whole: bool) -> NativeKernel:
+    defines = (f"ITEMS={items}", f"PARTS={parts}", f"TOP={top}", f"WHOLE={int(whole)}")
+    return NativeKernel("router.cu", "router_select", "PPPPiifi", threads=32 * _SELECT_WARPS, defines=defines)
+
+
 @functools.lru_cache(maxsize=8)
-def _select_kernel(items: int, together: bool) -> NativeKernel:
-    defines = (f"ITEMS={items}", f"TOGETHER={int(together)}")
-    return NativeKernel("router.cu", "router_select", "PPPPiiiifi", threads=128, defines=defines)
-
-
-@functools.lru_cache(maxsize=2)
-def _product_kernel(selects: bool) -> NativeKernel:
-    defines = (f"SELECTS={int(selects)}", f"SHARED={_PRODUCT_SHARED}")
-    arguments = "128s128sPiiii" + ("PPPifi" if selects else "")
+def _product_kernel(top: int) -> NativeKernel:
+    """With a selection of `top` experts, or the product alone if 0."""
+    defines = (f"SELECTS={int(top > 0)}", f"SHARED={_PRODUCT_SHARED}", f"TOP={max(top, 1)}")
+    arguments = "128s128sPiiii" + ("PPPfi" if top else "")
     return NativeKernel(
         "router_product.cu", "router_product", arguments, threads=288, shared=_PRODUCT_SHARED, defines=defines
     )
@@ -97,18 +102,23 @@ def router(
 
 
 def _route(x, weight, bias, ids, gates, normalise: bool, scale: float) -> None:
-    t, native = x.shape[0], _takes_maps(x, weight)
-    selects = native and t <= _ONE_LAUNCH and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
-    if selects and _blocks_at_once(x.device) >= _MULTIPROCESSORS:
+    t, k, native = x.shape[0], ids.shape[1], _takes_maps(x, weight)
+    selects = native and t <= _ONE_LAUNCH and k <= _SELECT_MOST and _in_sixteens(bias)
+    if selects and _blocks_at_once(x.device, k) >= _MULTIPROCESSORS:
         _route_sm90(x, weight, bias, ids, gates, normalise, scale)
         return
     # cuBLAS has no better kernel for few tokens, and none that keeps float32 exact.
-    library = x.is_cuda and x.dtype == torch.bfloat16 and t >= _LIBRARY_TOKENS
+    parts = _library_parts(t, *weight.shape)
+    library = x.is_cuda and x.dtype == torch.bfloat16 and t > _TWO_LAUNCHES and (parts > 1 or t >= _LIBRARY_TOKENS)
     if library:
-        part = product(x, weight)[None]
+        part = _logits_library(x, weight, parts)
     else:
         part = _logits_sm90(x, weight) if native and t <= _TWO_LAUNCHES else _logits(x, weight)
     _select(part, bias, ids, gates, normalise, scale)
+
+
+def _in_sixteens(bias: torch.Tensor) -> bool:
+    return bias.is_contiguous() and bias.data_ptr() % 16 == 0
 
 
 def _takes_maps(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -124,12 +134,31 @@ def _cut(t: int, d: int) -> tuple[int, int, int, int]:
     return tiles, -(-steps // span), steps, span
 
 
+def _library_parts(t: int, experts: int, d: int) -> int:
+    """In how many parts of equal columns the library multiplies, so that there are enough tiles for the card."""
+    fits = (parts for most, parts in _LIBRARY_PARTS if t * experts <= most and _divides(d, parts))
+    return next(fits, 1)
+
+
+def _divides(d: int, parts: int) -> bool:
+    return d % (parts * _STEP) == 0 and d >= parts * _PART_COLUMNS
+
+
+def _logits_library(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
+    """Partial logits float32 [parts, t, experts], by cuBLAS."""
+    if parts == 1:
+        return product(x, weight)[None]
+    columns = (parts, x.shape[1] // parts)
+    x, weight = x.unflatten(1, columns).transpose(0, 1), weight.unflatten(1, columns).permute(1, 2, 0)
+    return torch.bmm(x, weight, out_dtype=torch.float32)
+
+
 def _logits_sm90(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Partial logits float32 [spans, t, experts], in CUDA C++."""
     t, d = x.shape
     tiles, spans, steps, span = _cut(t, d)
     part = torch.empty(spans, t, _EXPERTS, dtype=torch.float32, device=x.device)
-    _product_kernel(False)(
+    _product_kernel(0)(
         (tiles, _EXPERTS // _BLOCK_EXPERTS, spans), tensor_map(x, _BLOCK_TOKENS), tensor_map(weight, _BLOCK_EXPERTS),
         part.data_ptr(), t, _EXPERTS, steps, span, device=x.device,
     )  # fmt: skip
@@ -137,8 +166,8 @@ def _logits_sm90(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def _blocks_at_once(device: torch.device) -> int:
-    return _product_kernel(True).resident(device)
+def _blocks_at_once(device: torch.device, k: int) -> int:
+    return _product_kernel(k).resident(device)
 
 
 def _route_sm90(x, weight, bias, ids, gates, normalise: bool, scale: float) -> None:
@@ -149,10 +178,10 @@ def _route_sm90(x, weight, bias, ids, gates, normalise: bool, scale: float) -> N
     t, d = x.shape
     tiles, spans, steps, span = _cut(t, d)
     mail = mailbox("router_product", x.device, _SPANS * _ONE_LAUNCH * _EXPERTS, dtype=torch.int32, empty=_EMPTY)
-    _product_kernel(True)(
+    _product_kernel(ids.shape[1])(
         (tiles, _EXPERTS // _BLOCK_EXPERTS, spans), tensor_map(x, _BLOCK_TOKENS), tensor_map(weight, _BLOCK_EXPERTS),
-        mail.data_ptr(), t, _EXPERTS, steps, span, bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), ids.shape[1], scale,
-        int(normalise), device=x.device,
+        mail.data_ptr(), t, _EXPERTS, steps, span, bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), scale, int(normalise),
+        device=x.device,
     )  # fmt: skip
 
 
@@ -172,19 +201,17 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, cut: _Split | None = None) ->
 
 
 def _select(part, bias, ids, gates, normalise: bool, scale: float) -> None:
-    spans, _, experts = part.shape
-    fits = experts == _EXPERTS if spans > 1 else experts <= _SELECT_EXPERTS
-    fits = fits and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
+    fits = part.shape[2] <= _SELECT_EXPERTS and ids.shape[1] <= _SELECT_MOST and bias.is_contiguous()
     native = fits and device_arch(part.device) == 90 and native_reason() is None
     (_select_sm90 if native else _select_portable)(part, bias, ids, gates, normalise, scale)
 
 
 def _select_sm90(part, bias, ids, gates, normalise: bool, scale: float) -> None:
     (spans, t, experts), k = part.shape, ids.shape[1]
-    items, together = -(-experts // 128) * 4, spans > 1
-    _select_kernel(items, together)(
-        (t if together else -(-t // _SELECT_WARPS), 1, 1),
-        part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, spans, k, scale, int(normalise),
+    items = -(-experts // 128) * 4
+    _select_kernel(items, spans, k, experts == 32 * items and _in_sixteens(bias))(
+        (-(-t // _SELECT_WARPS), 1, 1),
+        part.data_ptr(), bias.data_ptr(), ids.data_ptr(), gates.data_ptr(), t, experts, scale, int(normalise),
         device=part.device,
     )  # fmt: skip
 

@@ -1,45 +1,34 @@
 #include "hopper.cuh"
 #include "router.cuh"
-// The selection alone. Logits in one piece: a warp a token. In spans, parts of a sum each (a multiple of four experts): a block a token, whose
-// warps add them.
+// The selection alone, a warp a token. Logits in one piece, or in parts of a sum.
 
-#ifndef TOGETHER
-#define TOGETHER 0
+#ifndef PARTS
+#define PARTS 1  // of a sum
 #endif
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
-// Grid (tokens / WARPS, or tokens if TOGETHER); logits [spans, tokens, experts], of which there is one if not TOGETHER; k <= MOST.
+// Grid (tokens / WARPS); logits [PARTS, tokens, experts].
 extern "C" __global__ void __launch_bounds__(THREADS)
-router_select(const float* logits, const float* bias, i64* ids, float* gates, int tokens, int experts, int spans, int k, float scale,
-              int normalise) {
-    __shared__ int list[WARPS][MOST];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = TOGETHER ? blockIdx.x : blockIdx.x * WARPS + warp;
-    const Row row(logits, bias, experts);
-    const Choice choice{bias, ids, gates, k, scale, normalise};
+router_select(const float* logits, const float* bias, i64* ids, float* gates, int tokens, int experts, float scale, int normalise) {
+    __shared__ int list[WARPS][32];
+    const int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), token = blockIdx.x * WARPS + warp;  // so the compiler knows it is one
     float offset[ITEMS], x[ITEMS];
-    row.load(offset, bias, lane * ITEMS, NEG_INF);  // what is no expert comes last of all
+    load_row(offset, bias, experts, NEG_INF);  // what is no expert comes last of all
     wait_for_kernels();
     if (token >= tokens) return;
     const float* own = logits + i64(token) * experts;
-#if TOGETHER
-    __shared__ __align__(16) float kept[WARPS * 32 * ITEMS];
-    float4 sum[ITEMS / 4];
+    load_row(x, own, experts, 0.0f);
+#if PARTS > 1
+    __shared__ __align__(16) float kept[WARPS][32 * ITEMS];
+    float more[PARTS - 1][ITEMS];
 #pragma unroll
-    for (int j = 0; j < ITEMS / 4; ++j) sum[j] = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-    for (int span = warp; span < spans; span += WARPS) {
-        float4 more[ITEMS / 4];
-        load_pieces(more, own + i64(span) * tokens * experts, experts);
-        add_pieces(sum, more);
-    }
-    if (warp) keep(kept + warp * 32 * ITEMS, sum);
-    __syncthreads();
-    if (warp) return;
-    add_kept<WARPS>(sum, kept);
-    recall(x, kept);
-    own = kept;
-#else
-    row.load(x, own, lane * ITEMS, 0.0f);
+    for (int s = 1; s < PARTS; ++s) load_row(more[s - 1], own + s * i64(tokens) * experts, experts, 0.0f);
+#pragma unroll
+    for (int s = 1; s < PARTS; ++s)
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) x[i] += more[s - 1][i];
+    own = kept[warp];
+    keep(kept[warp], x);  // seen by the warp when it has made its list
 #endif
-    choice.select(x, offset, own, list[warp], token);
+    Choice{bias, ids, gates, experts, scale, normalise}.select(x, offset, own, list[warp], token);
 }

@@ -1,11 +1,21 @@
 #pragma once
 // Behind hopper.cuh. A router's selection: top k of sqrt(softplus(logit)) + bias (lowest expert on ties), ids ascending, their weights.
 //
-// A warp selects for one token; a lane owns ITEMS neighbouring experts. The k-th largest key is found by walking down the
-// distinct keys, one round each: of key - best, as an unsigned number, the largest is the next key below `best`. Where keys are
-// equal that may end early or choose too many: then the threshold is found bit by bit, by counting.
+// A warp selects for one token; a lane has ITEMS experts, four neighbours at a time. Keys are computed roughly first. The k-th key is
+// no less than the k-th largest of the lanes' best, but for the error; the few experts that come up to that get a lane and an exact
+// key each, and the worst of them leave. Where more than 32 come up to it, or keys are no finite numbers, all are computed exactly and
+// the threshold is found bit by bit, by counting.
+//
+// TOP: experts of a token. WHOLE: there are 32 * ITEMS experts, and their biases and logits lie at addresses in 16s.
 
-constexpr int MOST = 32;  // experts of a token
+#ifndef TOP
+#define TOP 6
+#endif
+#ifndef WHOLE
+#define WHOLE 1
+#endif
+static_assert(TOP >= 1 && TOP <= 32, "a lane for each");
+constexpr int PIECES = ITEMS / 4;
 
 // sqrt(softplus): the logarithm of 1 + u, u in [0, 1], as a polynomial (relative error 2e-7).
 __device__ __forceinline__ float score(float logit) {
@@ -26,21 +36,68 @@ __device__ __forceinline__ float score(float logit) {
     return root;
 }
 
-// Unsigned, in the order of the floats (of which none is -0.0); NaN counts as -1e30.
+// The same within ROUGH (a polynomial within 2.9e-3; 1.2e-3 in all, and from 17 on the same bits).
+constexpr float ROUGH = 1.3e-3f;
+__device__ __forceinline__ float rough_score(float logit) {
+    const float u = exp2_fast(-1.44269504f * fabsf(logit));
+    float root;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(fmaf(fmaf(fmaf(0.14171f, u, -0.443776f), u, 0.997173f), u, fmaxf(logit, 0.0f))));
+    return root;
+}
+
+// Unsigned, in the order of the floats (of which none is -0.0), never 0 or ~0; NaN counts as -1e30.
 __device__ __forceinline__ u32 ordered(float value) {
     const u32 bits = __float_as_uint(value == value ? value : -1e30f);
     return bits ^ (u32(int(bits) >> 31) | 0x80000000u);
 }
+__device__ __forceinline__ float from_ordered(u32 key) { return __uint_as_float(key ^ (~u32(int(key) >> 31) | 0x80000000u)); }
 
-// Lanes' sums before this one's.
-__device__ __forceinline__ u32 sum_before(u32 own) {
-    u32 sum = own;
+// Lanes' sums up to this one's.
+__device__ __forceinline__ u32 sum_until(u32 sum) {
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
         const u32 other = __shfl_up_sync(~0u, sum, d);
         if ((threadIdx.x & 31) >= d) sum += other;
     }
-    return sum - own;
+    return sum;
+}
+
+// A lane's experts: item i is expert first_of(i / 4) + i % 4.
+__device__ __forceinline__ int first_of(int piece) { return 4 * ((threadIdx.x & 31) + 32 * piece); }
+
+// Lanes' items that are set, counted, and if there are 32 at most put in the order of the experts.
+__device__ __forceinline__ int make_list(int* list, u32 items) {
+    u32 own = 0;  // a byte a piece
+#pragma unroll
+    for (int j = 0; j < PIECES; ++j) own |= u32(__popc(items >> 4 * j & 15)) << 8 * j;
+    const u32 until = sum_until(own), all = __shfl_sync(~0u, until, 31);
+    const int count = __dp4a(all, 0x01010101u, 0u);
+    if (count > 32) return count;
+    u32 place = all * 0x01010100u + until - own;
+    for (; items; items &= items - 1) {
+        const int i = __ffs(items) - 1, shift = 2 * (i & ~3);
+        list[place >> shift & 255] = first_of(i >> 2) + (i & 3);
+        place += 1u << shift;
+    }
+    __syncwarp();
+    return count;
+}
+
+// A lane's share of a row.
+__device__ __forceinline__ void load_row(float (&x)[ITEMS], const float* from, int experts, float missing) {
+#if WHOLE
+#pragma unroll
+    for (int j = 0; j < PIECES; ++j) {
+        const float4 four = *reinterpret_cast<const float4*>(from + first_of(j));
+        x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        const int at = first_of(i / 4) + i % 4;
+        x[i] = at < experts ? from[at] : missing;
+    }
+#endif
 }
 
 __device__ __forceinline__ u32 count_from(const u32 (&key)[ITEMS], u32 bound) {
@@ -50,125 +107,99 @@ __device__ __forceinline__ u32 count_from(const u32 (&key)[ITEMS], u32 bound) {
     return __reduce_add_sync(~0u, count);
 }
 
-// The lane's chosen experts, a bit each, where keys are equal: all over the k-th key and the first of those equal to it.
-__device__ __forceinline__ u32 choose_with_ties(const u32 (&key)[ITEMS], u32 k) {
-    u32 found = 0;
-    for (int bit = 31; bit >= 0; --bit)
-        if (count_from(key, found | (1u << bit)) >= k) found |= 1u << bit;
-    u32 above = 0, equal = 0;
+// The lane's chosen items: all over the k-th key and the first of those equal to it. Logits and biases are read once more, so that
+// nothing is held for this.
+__device__ __forceinline__ u32 choose_by_counting(const float* logits, const float* bias, int experts) {
+    float x[ITEMS], offset[ITEMS];
+    load_row(x, logits, experts, 0.0f);
+    load_row(offset, bias, experts, NEG_INF);
+    u32 key[ITEMS], found = 0;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) above |= u32(key[i] > found) << i, equal |= u32(key[i] == found) << i;
-    int room = int(k) - int(__reduce_add_sync(~0u, __popc(above))) - int(sum_before(__popc(equal)));
-    for (; equal && room > 0; equal &= equal - 1, --room) above |= equal & -equal;
-    return above;
-}
-
-struct Row {
-    int experts;
-    bool wide;  // whole vectors of four
-
-    __device__ __forceinline__ Row(const float* logits, const float* bias, int experts_)
-        : experts(experts_), wide((experts_ & 3) == 0 && ((reinterpret_cast<u64>(logits) | reinterpret_cast<u64>(bias)) & 15) == 0) {}
-
-    __device__ __forceinline__ void load(float (&x)[ITEMS], const float* from, int begin, float missing) const {
-        if (wide) {
+    for (int i = 0; i < ITEMS; ++i) key[i] = ordered(score(x[i]) + offset[i]);
+#pragma unroll 1
+    for (u32 bit = 1u << 31; bit; bit >>= 1)
+        if (count_from(key, found | bit) >= TOP) found |= bit;
+    u32 chosen = 0, equal = 0;
 #pragma unroll
-            for (int i = 0; i < ITEMS; i += 4) {
-                float4 four = make_float4(missing, missing, missing, missing);
-                if (begin + i < experts) four = *reinterpret_cast<const float4*>(from + begin + i);
-                x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) x[i] = begin + i < experts ? from[begin + i] : missing;
-        }
+    for (int i = 0; i < ITEMS; ++i) chosen |= u32(key[i] > found) << i, equal |= u32(key[i] == found) << i;
+    int room = TOP - int(__reduce_add_sync(~0u, __popc(chosen)));
+#pragma unroll 1
+    for (int j = 0; j < PIECES; ++j) {
+        u32 piece = equal & 15u << 4 * j;
+        const u32 own = __popc(piece), until = sum_until(own);
+        for (int left = room - int(until - own); piece && left > 0; piece &= piece - 1, --left) chosen |= piece & -piece;
+        room -= __shfl_sync(~0u, until, 31);
     }
-};
-
-// Pieces of four experts (aligned; experts a multiple of four), a lane those of its number and of every 32nd after it.
-__device__ __forceinline__ void load_pieces(float4 (&x)[ITEMS / 4], const float* from, int experts) {
-#pragma unroll
-    for (int j = 0; j < ITEMS / 4; ++j) {
-        const int at = 4 * ((threadIdx.x & 31) + 32 * j);
-        x[j] = at < experts ? __ldcg(reinterpret_cast<const float4*>(from + at)) : make_float4(0, 0, 0, 0);
-    }
-}
-// Pieces to shared memory, [32 * ITEMS], and a lane's own experts from there.
-__device__ __forceinline__ void keep(float* kept, const float4 (&x)[ITEMS / 4]) {
-#pragma unroll
-    for (int j = 0; j < ITEMS / 4; ++j) reinterpret_cast<float4*>(kept)[(threadIdx.x & 31) + 32 * j] = x[j];
-}
-__device__ __forceinline__ void recall(float (&x)[ITEMS], const float* kept) {
-    kept += (threadIdx.x & 31) * ITEMS;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(kept + i);
-        x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
-    }
-}
-__device__ __forceinline__ void add_pieces(float4 (&x)[ITEMS / 4], const float4 (&more)[ITEMS / 4]) {
-#pragma unroll
-    for (int j = 0; j < ITEMS / 4; ++j) x[j].x += more[j].x, x[j].y += more[j].y, x[j].z += more[j].z, x[j].w += more[j].w;
-}
-// What COUNT warps have kept, [COUNT][32 * ITEMS], added by the first, which has x, and kept there.
-template <int COUNT>
-__device__ __forceinline__ void add_kept(float4 (&x)[ITEMS / 4], float* kept) {
-#pragma unroll
-    for (int w = 1; w < COUNT; ++w) {
-        float4 more[ITEMS / 4];
-#pragma unroll
-        for (int j = 0; j < ITEMS / 4; ++j) more[j] = reinterpret_cast<const float4*>(kept + w * 32 * ITEMS)[(threadIdx.x & 31) + 32 * j];
-        add_pieces(x, more);
-    }
-    keep(kept, x);
-    __syncwarp();
+    return chosen;
 }
 
+// The lane's items that may be among the best, by rough keys; none if fewer than TOP lanes have keys that are finite numbers.
+__device__ __forceinline__ u32 choose_by_lanes(const float (&key)[ITEMS]) {
+    float best = key[0];
+#pragma unroll
+    for (int i = 1; i < ITEMS; ++i) best = fmaxf(best, key[i]);
+    u32 own = ordered(best), bound = __reduce_max_sync(~0u, own);
+#pragma unroll(TOP <= 8 ? 8 : 1)
+    for (int round = 1; round < TOP; ++round) {
+        if (own == bound) own = 0;
+        bound = __reduce_max_sync(~0u, own);
+    }
+    // Less than each that may be, so that a difference has the sign; the sum with a bias is rounded too. None is below infinity so.
+    const float best_kth = from_ordered(bound), below = best_kth - (2 * ROUGH + 4e-7f * fabsf(best_kth));
+    u32 items = 0;
+#pragma unroll
+    for (int i = ITEMS - 1; i >= 0; --i) items = __funnelshift_l(__float_as_uint(below - key[i]), items, 1);
+    return bound > ordered(-1e30f) ? items : 0;
+}
+
+// Pieces to shared memory, [32 * ITEMS].
+__device__ __forceinline__ void keep(float* kept, const float (&x)[ITEMS]) {
+#pragma unroll
+    for (int j = 0; j < PIECES; ++j)
+        *reinterpret_cast<float4*>(kept + first_of(j)) = make_float4(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+}
+
+// One warp's selections.
 struct Choice {
     const float* bias;
     i64* ids;
     float* gates;
-    int k;
+    int experts;
     float scale;
     int normalise;
 
-    // One warp. x, offset: logits and bias of a lane's experts; logits: the token's, of all experts; list: [MOST], the warp's own.
+    // x, offset: logits and bias of a lane's experts; logits: the token's, of all experts; list: [32], the warp's own.
     __device__ __forceinline__ void select(const float (&x)[ITEMS], const float (&offset)[ITEMS], const float* logits, int* list, int token) const {
-        const int lane = threadIdx.x & 31, begin = lane * ITEMS;
-        u32 key[ITEMS], best = 0;
+        const int lane = threadIdx.x & 31;
+        float key[ITEMS];
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            key[i] = ordered(score(x[i]) + offset[i]);
-            best = max(best, key[i]);
-        }
-        best = __reduce_max_sync(~0u, best);
-        bool descends = true;
+        for (int i = 0; i < ITEMS; ++i) key[i] = rough_score(x[i]) + offset[i];
+        int count = make_list(list, choose_by_lanes(key));
+        if (count < TOP || count > 32) count = make_list(list, choose_by_counting(logits, bias, experts));
+        bool chosen = lane < count;
+        const bool many = count > 8;
+        const int expert = chosen ? list[lane] : 0;
+        float weight = chosen ? score(logits[expert]) : 0.0f;
+        if (count > TOP) {
+            u32 own = chosen ? ordered(weight + bias[expert]) : ~0u;
 #pragma unroll 1
-        for (int round = 1; round < k; ++round) {
-            u32 next = 0;
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) next = max(next, key[i] - best);
-            next = best + __reduce_max_sync(~0u, next);
-            descends &= next < best;
-            best = next;
+            for (; count > TOP; --count) {  // of equal keys the last leaves
+                const u32 same = __ballot_sync(~0u, own == __reduce_min_sync(~0u, own));
+                if (lane == 31 - __clz(same)) own = ~0u, weight = 0, chosen = false;
+            }
         }
-        u32 chosen = 0;
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) chosen |= u32(key[i] >= best) << i;
-        if (!descends || __reduce_add_sync(~0u, __popc(chosen)) != k) chosen = choose_with_ties(key, k);
-        for (u32 place = sum_before(__popc(chosen)); chosen; chosen &= chosen - 1) list[place++] = begin + __ffs(chosen) - 1;
-        __syncwarp();
-        const int expert = lane < k ? list[lane] : 0;
-        float weight = lane < k ? score(logits[expert]) : 0.0f;
+        const u32 place = __popc(__ballot_sync(~0u, chosen) & ((1u << lane) - 1));
         if (normalise) {
             float sum = weight;
+            if (many) sum += __shfl_xor_sync(~0u, sum, 16), sum += __shfl_xor_sync(~0u, sum, 8);
 #pragma unroll
-            for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+            for (int d = 4; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
             asm("div.full.f32 %0, %1, %2;" : "=f"(weight) : "f"(weight), "f"(sum + 1e-20f));
         }
-        if (lane < k) {
-            ids[i64(token) * k + lane] = expert;
-            gates[i64(token) * k + lane] = weight * scale;
+        if (chosen) {
+            ids[i64(token) * TOP + place] = expert;
+            gates[i64(token) * TOP + place] = weight * scale;
         }
+        __syncwarp();  // the list was read
     }
 };

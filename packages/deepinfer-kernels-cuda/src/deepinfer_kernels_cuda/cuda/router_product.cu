@@ -82,63 +82,66 @@ __device__ __forceinline__ uint4 read_words(const float* from) {
 
 // The sum of a token's parts, which other blocks may be about to write: a word is there when it is not EMPTY, and is EMPTY again behind
 // this. At most 16 spans, two a warp; the first warp puts them together in kept[0].
-__device__ __forceinline__ void collect(float* from, i64 apart, int spans, int experts, float* kept) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    uint4 words[2][ITEMS / 4];
+__device__ __forceinline__ void collect(float* from, i64 apart, int spans, int experts, float* kept, float (&x)[ITEMS]) {
+    const int warp = threadIdx.x >> 5;
+    uint4 words[2][PIECES];
     bool missing;
     do {
         missing = false;
 #pragma unroll
         for (int s = 0; s < 2; ++s)
 #pragma unroll
-            for (int j = 0; j < ITEMS / 4; ++j) {
+            for (int j = 0; j < PIECES; ++j) {
                 words[s][j] = make_uint4(0, 0, 0, 0);
-                if (warp + 8 * s < spans && 4 * (lane + 32 * j) < experts)
-                    words[s][j] = read_words(from + (warp + 8 * s) * apart + 4 * (lane + 32 * j));
+                if (warp + 8 * s < spans && first_of(j) < experts)
+                    words[s][j] = read_words(from + (warp + 8 * s) * apart + first_of(j));
             }
 #pragma unroll
         for (int s = 0; s < 2; ++s)
 #pragma unroll
-            for (int j = 0; j < ITEMS / 4; ++j)
+            for (int j = 0; j < PIECES; ++j)
                 missing |= words[s][j].x == EMPTY || words[s][j].y == EMPTY || words[s][j].z == EMPTY || words[s][j].w == EMPTY;
     } while (__any_sync(~0u, missing));
-    float4 x[ITEMS / 4];
 #pragma unroll
-    for (int j = 0; j < ITEMS / 4; ++j) {
+    for (int j = 0; j < PIECES; ++j) {
         const uint4 a = words[0][j], b = words[1][j];
-        x[j] = make_float4(__uint_as_float(a.x) + __uint_as_float(b.x), __uint_as_float(a.y) + __uint_as_float(b.y),
-                           __uint_as_float(a.z) + __uint_as_float(b.z), __uint_as_float(a.w) + __uint_as_float(b.w));
+        x[4 * j] = __uint_as_float(a.x) + __uint_as_float(b.x), x[4 * j + 1] = __uint_as_float(a.y) + __uint_as_float(b.y);
+        x[4 * j + 2] = __uint_as_float(a.z) + __uint_as_float(b.z), x[4 * j + 3] = __uint_as_float(a.w) + __uint_as_float(b.w);
     }
     keep(kept + warp * 32 * ITEMS, x);
     named_sync(1, 256);
 #pragma unroll
     for (int s = 0; s < 2; ++s)
 #pragma unroll
-        for (int j = 0; j < ITEMS / 4; ++j)
-            if (warp + 8 * s < spans && 4 * (lane + 32 * j) < experts)
-                *reinterpret_cast<uint4*>(from + (warp + 8 * s) * apart + 4 * (lane + 32 * j)) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+        for (int j = 0; j < PIECES; ++j)
+            if (warp + 8 * s < spans && first_of(j) < experts)
+                *reinterpret_cast<uint4*>(from + (warp + 8 * s) * apart + first_of(j)) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
     if (warp) return;
-    add_kept<8>(x, kept);
+#pragma unroll
+    for (int w = 1; w < 8; ++w)
+#pragma unroll
+        for (int j = 0; j < PIECES; ++j) {
+            const float4 more = *reinterpret_cast<const float4*>(kept + w * 32 * ITEMS + first_of(j));
+            x[4 * j] += more.x, x[4 * j + 1] += more.y, x[4 * j + 2] += more.z, x[4 * j + 3] += more.w;
+        }
+    keep(kept, x);  // seen by the warp when it has made its list
 }
 
 // The blocks that have parts of the same tokens select for a share of these each, as the parts come in. All of the grid are resident.
 __device__ __forceinline__ void select_share(float* kept, float* part, const Choice& choice, int tokens, int experts) {
-    __shared__ int list[MOST];
+    __shared__ int list[32];
+    const int warp = __reduce_max_sync(~0u, threadIdx.x >> 5);
     const int sharers = gridDim.y * gridDim.z, share = (TOKENS + sharers - 1) / sharers;
     const int first = blockIdx.x * TOKENS + (blockIdx.y + blockIdx.z * gridDim.y) * share;
     const int last = min(min(first + share, int(blockIdx.x + 1) * TOKENS), tokens);
-    const Row row(part, choice.bias, experts);
     float offset[ITEMS];
-    row.load(offset, choice.bias, (threadIdx.x & 31) * ITEMS, NEG_INF);
+    load_row(offset, choice.bias, experts, NEG_INF);
     named_sync(1, 256);  // the tiles in `kept` were read
 #pragma unroll 1
     for (int token = first; token < last; ++token) {
-        collect(part + i64(token) * experts, i64(tokens) * experts, gridDim.z, experts, kept);
-        if (threadIdx.x < 32) {
-            float x[ITEMS];
-            recall(x, kept);
-            choice.select(x, offset, kept, list, token);
-        }
+        float x[ITEMS];
+        collect(part + i64(token) * experts, i64(tokens) * experts, gridDim.z, experts, kept, x);
+        if (warp == 0) choice.select(x, offset, kept, list, token);
         named_sync(1, 256);
     }
 }
@@ -151,7 +154,7 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
                int span
 #if SELECTS
                ,
-               const float* bias, i64* ids, float* gates, int k, float scale, int normalise
+               const float* bias, i64* ids, float* gates, float scale, int normalise
 #endif
 ) {
     extern __shared__ u8 memory[];
@@ -188,6 +191,6 @@ router_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     store_logits(part + (i64(blockIdx.z) * tokens + token) * experts + expert, acc, experts, tokens - token, lane);
 #if SELECTS
     float* const kept = reinterpret_cast<float*>(memory + (ring.data - shared_address(memory)));
-    select_share(kept, part, Choice{bias, ids, gates, k, scale, normalise}, tokens, experts);
+    select_share(kept, part, Choice{bias, ids, gates, experts, scale, normalise}, tokens, experts);
 #endif
 }
