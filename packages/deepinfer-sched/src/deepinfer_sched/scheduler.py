@@ -95,6 +95,12 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self.state.drafts[seq.slot] = drafts
 
+    def propose_rows(self, slots: np.ndarray, drafts: np.ndarray) -> None:
+        """`propose` for the running sequences in `slots` [R]. Raises SchedError for other slots, or less than 0 `drafts` [R]."""
+        if (self.state.seq_ids[slots] < 0).any() or (drafts < 0).any():
+            raise SchedError(f"slots {slots}, drafts {drafts}; allowed: slots of running sequences, 0 drafts or more")
+        self.state.drafts[slots] = drafts
+
     def sequence(self, seq_id: int) -> Sequence:
         """The unfinished sequence with this id."""
         if seq_id not in self._sequences:

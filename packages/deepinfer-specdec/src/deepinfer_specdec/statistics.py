@@ -59,9 +59,8 @@ class SpeculationStatistics:
             grow = top - self.verified_at.size
             self.verified_at = np.pad(self.verified_at, (0, grow))
             self.accepted_at = np.pad(self.accepted_at, (0, grow))
-        columns = np.arange(self.verified_at.size)
-        self.verified_at += (np.asarray(verified)[:, None] > columns).sum(axis=0)
-        self.accepted_at += (np.asarray(accepted)[:, None] > columns).sum(axis=0)
+        self.verified_at += _at_least(verified, self.verified_at.size)
+        self.accepted_at += _at_least(accepted, self.accepted_at.size)
 
     def as_dict(self) -> dict[str, object]:
         """For reports; None stands where nothing was verified."""
@@ -82,3 +81,8 @@ class SpeculationStatistics:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def _at_least(counts: NDArray[np.integer], columns: int) -> NDArray[np.int64]:
+    """int64 [columns]: how many of `counts` are more than 0, 1, ..."""
+    return np.bincount(counts, minlength=columns + 1)[:0:-1].cumsum()[::-1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ def choose(
         counts: [R], drafts that exist.
         seconds: float64 [n + 1], of the step with 0..n drafts, n at least the sum of `counts`.
         edge: share by which a budget above 0 must beat none.
-        sizes: which sizes of the step, rows and drafts together, may be chosen; None for all.
+        sizes: which sizes of the step, rows and drafts together, may be chosen, always the same; None for all.
     """
     rows, available = values.shape[0], int(counts.sum())
     if not available:
@@ -62,7 +63,7 @@ def choose(
     ranked = np.sort(values, axis=None)[: -available - 1 : -1]
     rates = (rows + np.cumsum(ranked, dtype=np.float64)) / seconds[1 : available + 1]
     if sizes is not None:
-        rates = np.where(sizes(np.arange(rows + 1, rows + available + 1)), rates, 0.0)
+        rates = np.where(_allowed(sizes, rows, available), rates, 0.0)
     best = int(rates.argmax())
     gain = float(rates[best]) * float(seconds[0]) / rows
     if gain <= 1.0 + edge:
@@ -72,3 +73,9 @@ def choose(
     if int(lengths.sum()) != budget:  # a tie at the edge: the rule of `admit`
         lengths = admit(values, counts, budget)
     return Choice(lengths, budget, gain)
+
+
+@lru_cache(maxsize=64)
+def _allowed(sizes: Callable[[NDArray[np.integer]], NDArray[np.bool_]], rows: int, drafts: int) -> NDArray[np.bool_]:
+    """bool [drafts]: whether a step of these rows may verify 1, 2, ... drafts."""
+    return sizes(np.arange(rows + 1, rows + drafts + 1))

@@ -27,8 +27,10 @@ class Hopes:
     def believed(self, survivals: NDArray[np.floating]) -> NDArray[np.float64]:
         """float64 [R, K], what survivals [R, K] are worth; never growing along a row."""
         factors = np.minimum(_MOST, self._kept / self._hoped)
-        corrected = np.minimum(1.0, survivals * factors[np.digitize(survivals, _EDGES)])
-        return np.minimum.accumulate(corrected, axis=1)
+        corrected = np.minimum(1.0, survivals * factors.take(_ranges(survivals)))
+        for column in range(1, corrected.shape[1]):
+            np.minimum(corrected[:, column], corrected[:, column - 1], out=corrected[:, column])
+        return corrected
 
     def settle(
         self,
@@ -45,14 +47,25 @@ class Hopes:
             verified: [R], drafts of each row that were verified.
             kept: [R], those of them that were right.
         """
-        columns = np.arange(survivals.shape[1])
-        rows, places = np.nonzero(columns < verified[:, None])
-        ranges, weights = np.digitize(survivals[rows, places], _EDGES), worth[rows]
+        width = survivals.shape[1]
+        found = np.flatnonzero(np.arange(width) < verified[:, None])
+        rows = found // width
+        chances, weights = survivals.ravel().take(found), worth.take(rows)
+        right = found - width * rows < kept.take(rows)
+        ranges = _ranges(chances)
         self.rest()
-        self._hoped += np.bincount(ranges, weights * survivals[rows, places], self._hoped.size)
-        self._kept += np.bincount(ranges, weights * (places < kept[rows]), self._kept.size)
+        self._hoped += np.bincount(ranges, weights * chances, self._hoped.size)
+        self._kept += np.bincount(ranges, weights * right, self._kept.size)
 
     def rest(self) -> None:
         """A step verified nothing."""
         self._hoped += _FADE * (_PRIOR - self._hoped)
         self._kept += _FADE * (_PRIOR - self._kept)
+
+
+def _ranges(survivals: NDArray[np.floating]) -> NDArray[np.intp]:
+    """Which of the ranges each lies in."""
+    found = np.zeros(survivals.shape, np.intp)
+    for edge in _EDGES:
+        found += survivals >= edge
+    return found

@@ -11,7 +11,6 @@ the draft's distribution, the likelier both are the same token, at any temperatu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from deepinfer_sched import Scheduler
 
     from deepinfer_offline.engine.native.batch import TableSource
+    from deepinfer_offline.engine.native.results import StepResult
     from deepinfer_offline.engine.native.runner import ModelRunner
 
 STS_FILE = "sts.json"  # temperatures beside a draft's weights, as the trainer writes them
@@ -39,17 +39,11 @@ ChooseFn = Callable[[torch.Tensor, SamplingBatch], torch.Tensor]
 """`Sampler.choose`: float32 logits [n, vocab] and the rows -> int64 [n]."""
 
 
-@dataclass(slots=True)
-class _Guess:
-    """A block whose outcome is not fully known: what the sequence says next settles it."""
-
-    token_ids: list[int]
-    logits: np.ndarray
-    right: int = 0
-
-
 class DSparkDrafter:
     """Implements `deepinfer_specdec.Drafter` over a runner's model. Called by the loop's thread only.
+
+    It drafts from what the engine has cached, so `Drafter.begin`, `extend` and `end` do nothing. What became of its blocks it
+    hears from the steps, verified or not: each slot's last block waits until tokens have settled it.
 
     Args:
         runner: of the engine; its model has a draft.
@@ -77,22 +71,24 @@ class DSparkDrafter:
         self.max_draft = self._model.draft_width
         # Blocks are known as far as they were kept, and as a whole after a rejection: other fits would be biased by that.
         self.calibration = OnlineCalibration(self.max_draft, start=scaling, fit=fit_conditional)
-        self._guesses: dict[int, _Guess] = {}
-        self._settled: list[tuple[np.ndarray, int, int]] = []  # logits, right, known
+        slots = len(scheduler.state.seq_ids)
+        self._of = np.full(slots, -1, np.int64)  # the sequence whose block waits in a slot; -1 for none
+        # Nothing that is said agrees with what follows a block.
+        self._tokens = np.full((slots, 2 * self.max_draft + 1), PAD, np.int32)
+        self._logits = np.zeros((slots, self.max_draft), np.float32)
+        self._right = np.zeros(slots, np.int64)  # drafts of it that the sequence has said
+        self._heard = np.zeros(slots, np.int64)  # the sequence's tokens then
+        self._last_slots = np.zeros(0, np.int64)
+        self._settled: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # logits, right, known
 
     def begin(self, sequence: int, token_ids: Sequence[int] | np.ndarray) -> None:
-        """See `Drafter.begin`: the scheduler knows the sequence already."""
+        """See the class."""
 
     def extend(self, sequence: int, token_ids: Sequence[int] | np.ndarray) -> None:
-        """See `Drafter.extend`: settles the sequence's last block as far as the tokens reach, verified or not."""
-        guess = self._guesses.get(sequence)
-        if guess is None:
-            return
-        for token in token_ids:
-            if guess.right == len(guess.token_ids) or guess.token_ids[guess.right] != token:
-                self._settle(sequence, whole=True)
-                return
-            guess.right += 1
+        """See the class."""
+
+    def end(self, sequence: int) -> None:
+        """See the class."""
 
     def propose(self, sequences: Sequence[int], limits: np.ndarray | None = None, floor: float = 0.0) -> Draft:
         """See `Drafter.propose`. A block is drawn whole, whatever `floor`; its confidences are calibrated."""
@@ -110,25 +106,46 @@ class DSparkDrafter:
             sure[drafting] = np.where(inside, self.calibration.scaling.confidences(logits), 0.0)
         return Draft(ids, counts.astype(np.int32), sure)
 
-    def end(self, sequence: int) -> None:
-        """See `Drafter.end`."""
-        self._settle(sequence, whole=False)
+    def guess(self, sequences: Sequence[int] | np.ndarray, tokens: np.ndarray, logits: np.ndarray) -> None:
+        """Blocks [R, K] were drafted, here or in a step: calibration learns from what the running sequences say next."""
+        sequences = np.asarray(sequences)
+        slots = self._slots(sequences)
+        self._settle(slots[self._of[slots] >= 0])
+        self._of[slots], self._right[slots] = sequences, 0
+        self._heard[slots] = self._scheduler.state.length[slots]
+        self._tokens[slots, : self.max_draft], self._logits[slots] = tokens, logits
+        if self._settled:
+            self.calibration.observe(*(np.concatenate(parts) for parts in zip(*self._settled, strict=True)))
+            self._settled = []
 
-    def guess(self, sequences: Sequence[int], tokens: np.ndarray, logits: np.ndarray) -> None:
-        """Blocks [R, K] were drafted, here or in a step: calibration learns from what the sequences say next."""
-        for sequence, row_tokens, row_logits in zip(sequences, tokens.tolist(), logits, strict=True):
-            self._settle(sequence, whole=False)
-            self._guesses[sequence] = _Guess(row_tokens, row_logits)
-        self._learn()
+    def hear(self, result: StepResult) -> None:
+        """See `HearsSteps.hear`: settles the blocks of the sequences that have said something else, or more."""
+        plan, slots, counts = result.plan, result.plan.slots, result.num_tokens
+        lengths = self._scheduler.state.length[slots]
+        # A sequence that was preempted may have said something elsewhere.
+        follow = (self._of[slots] == plan.seq_ids) & (counts > 0) & (self._heard[slots] + counts == lengths)
+        said = result.token_ids
+        if not follow.all():
+            slots, counts, lengths, said = slots[follow], counts[follow], lengths[follow], said[follow]
+        if not slots.size:
+            return
+        self._heard[slots] = lengths
+        width = min(said.shape[1], self.max_draft + 1)
+        right, columns = self._right[slots], np.arange(width)
+        guessed = self._tokens.take((slots * self._tokens.shape[1] + right)[:, None] + columns)
+        agree = np.zeros((slots.size, width + 1), bool)
+        agree[:, :width] = (guessed == said[:, :width]) & (columns < counts[:, None])
+        more = agree.argmin(axis=1)  # the first place where they do not
+        self._right[slots] = right + more
+        self._settle(slots[more < counts], self.max_draft)
 
     # --- blocks ----------------------------------------------------------------------------------------------
 
     def _draft(self, sequences: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens int64 [R, K] and raw confidences float32 [R, K]; waits for the steps that were launched before."""
-        rows = [self._scheduler.sequence(sequence) for sequence in sequences]
-        slots = np.array([row.slot for row in rows], np.int64)
-        anchors = np.array([row.tokens[-1] for row in rows], np.int64)
-        positions = np.array([len(row.tokens) for row in rows], np.int64) - 1
+        slots = self._slots(sequences)
+        anchors = np.array([self._scheduler.sequence(sequence).tokens[-1] for sequence in sequences], np.int64)
+        positions = self._scheduler.state.length[slots].astype(np.int64) - 1
         columns = int(positions.max()) // self._block_size + 1
         tables = self._tables(self._model.draft_group)[slots, :columns].astype(np.int64)
         return self._runner.move(lambda: self._run(slots, anchors, positions, tables)).result()
@@ -157,19 +174,26 @@ class DSparkDrafter:
             tokens.scatter(places_there.flatten(), before)
         return block.token_ids.cpu().numpy(), block.confidence.float().cpu().numpy()
 
-    # --- calibration -----------------------------------------------------------------------------------------
+    # --- bookkeeping -----------------------------------------------------------------------------------------
 
-    def _settle(self, sequence: int, *, whole: bool) -> None:
-        """Take a block out: `whole` when a token differed, so that the fate of every column is known."""
-        guess = self._guesses.pop(sequence, None)
-        if guess is not None:
-            self._settled.append((guess.logits, guess.right, len(guess.token_ids) if whole else guess.right))
+    def _slots(self, sequences: Sequence[int] | np.ndarray) -> np.ndarray:
+        """int64 [R], where these running sequences are."""
+        there = self._scheduler.state.seq_ids
+        last = self._last_slots
+        if len(last) == len(sequences) and (there[last] == sequences).all():
+            return last
+        order = np.argsort(there)
+        self._last_slots = order[np.searchsorted(there, sequences, sorter=order)]
+        return self._last_slots
 
-    def _learn(self) -> None:
-        if self._settled:
-            logits, right, known = zip(*self._settled, strict=True)
-            self.calibration.observe(np.stack(logits), np.array(right), np.array(known))
-            self._settled = []
+    def _settle(self, slots: np.ndarray, known: int | None = None) -> None:
+        """Take the blocks of these slots out. `known`: drafts of each that have a fate, all once one was wrong; None for those
+        that were right.
+        """
+        if slots.size:
+            right = self._right[slots]
+            self._settled.append((self._logits[slots], right, right if known is None else np.full(slots.size, known)))
+            self._of[slots] = -1
 
 
 def can_draft(model: Model) -> bool:

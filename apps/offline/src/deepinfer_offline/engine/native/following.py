@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -11,10 +11,19 @@ if TYPE_CHECKING:
     from deepinfer_specdec import Draft, Drafter
 
     from deepinfer_offline.engine.native.answer import Answer
+    from deepinfer_offline.engine.native.results import StepResult
+
+
+@runtime_checkable
+class HearsSteps(Protocol):
+    """A drafter that takes what sequences say from the steps' results, and needs no text."""
+
+    def hear(self, result: StepResult) -> None:
+        """A step's results were applied."""
 
 
 class Following:
-    """Feeds a drafter from the sequences themselves.
+    """Feeds a drafter from the sequences themselves, or with the results of all steps if it `HearsSteps`.
 
     Args:
         drafter: guesses from token ids.
@@ -22,11 +31,12 @@ class Following:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        self._listener = drafter if isinstance(drafter, HearsSteps) else None
         self._fed: dict[int, int] = {}  # sequence -> tokens that the drafter has
 
     def behind(self, answer: Answer) -> int:
         """Tokens of the sequence that the drafter does not have."""
-        return len(answer.seq.tokens) - self._fed.get(answer.seq.seq_id, 0)
+        return 0 if self._listener else len(answer.seq.tokens) - self._fed.get(answer.seq.seq_id, 0)
 
     def follows(self, answer: Answer) -> bool:
         """Whether the drafter was told about the sequence."""
@@ -37,6 +47,11 @@ class Following:
         self.tell(answers)
         return self.drafter.propose([answer.seq.seq_id for answer in answers], limits, floor)
 
+    def hear(self, result: StepResult) -> None:
+        """A step's results were applied."""
+        if self._listener is not None:
+            self._listener.hear(result)
+
     def end(self, answer: Answer) -> None:
         """A sequence has ended: what it said last is kept for the others, its name is forgotten."""
         if self.follows(answer):
@@ -46,12 +61,16 @@ class Following:
 
     def tell(self, answers: Iterable[Answer]) -> None:
         """Give the drafter what it does not have of the sequences."""
+        if self._listener is not None:
+            return
+        drafter, known = self.drafter, self._fed
         for answer in answers:
             seq = answer.seq
-            fed = self._fed.get(seq.seq_id)
+            name, tokens = seq.seq_id, seq.tokens
+            fed = known.get(name)
             if fed is None:
                 fed = seq.num_prompt  # what the sequence said itself is scored, not only read
-                self.drafter.begin(seq.seq_id, seq.tokens[:fed])
-            if fed < len(seq.tokens):
-                self.drafter.extend(seq.seq_id, seq.tokens[fed:])
-            self._fed[seq.seq_id] = len(seq.tokens)
+                drafter.begin(name, tokens[:fed])
+            if fed < len(tokens):
+                drafter.extend(name, tokens[fed:])
+            known[name] = len(tokens)

@@ -24,8 +24,6 @@ def within_grammars(draft: Draft, answers: Sequence[Answer], limits: np.ndarray)
         answers: of the rows.
         limits: int32 [R], most drafts of each row.
     """
-    if all(answer.matcher is None for answer in answers):
-        return draft
     rows, confidences = [], []
     for answer, ids, sure, count, limit in zip(
         answers,

@@ -14,7 +14,8 @@ is on the loop is synchronous, since a draft follows a token that must be known,
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from deepinfer_specdec.scheduling.worth import scaled_tokens, token_worth, worth
 
 from deepinfer_offline.engine.native.following import Following
 from deepinfer_offline.engine.native.grammar_drafts import within_grammars
+from deepinfer_offline.engine.native.paces import Paces
+from deepinfer_offline.engine.native.running_rows import RunningRows, running_rows
 from deepinfer_offline.engine.native.speculation_account import SpeculationAccount
 
 if TYPE_CHECKING:
@@ -49,7 +52,18 @@ _PROBED_ROWS = 8  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
 _OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
-_PACE_RATE = 0.05  # weight of one verification in a sequence's pace
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """What was drafted for the next step of the synchronous loop.
+
+    Attributes:
+        made, worth: [slots], drafts, and worth of a token of each.
+    """
+
+    made: np.ndarray
+    worth: np.ndarray
 
 
 class Speculation:
@@ -84,21 +98,22 @@ class Speculation:
         self._following = Following(drafter)
         self._switches = LoadSwitches()
         self._costs = StepCosts()
-        self._plain_costs = [self._costs] if ahead is None else [self._costs, ahead.costs]
+        self._plain_costs = [self._costs] if ahead is None else [self._costs, ahead.plain]
         self._credit = WorkCredit(_SHARE, _START, _SAVED)
         self._urgent = 0  # forecasts that may still be made on credit
-        self._drafted: dict[int, tuple[int, float]] = {}  # sequence -> drafts made for the next step, worth of a token
-        # The last prices and the floor that follows from them.
+        self._proposal: _Proposal | None = None
+        # The last prices, and the floor and the fixed share of a step that go with them.
         self._floor_of: tuple[np.ndarray | None, float] = (None, 0.0)
-        self._pace: dict[int, float] = {}  # sequence -> tokens that it emits per verification
+        self._share_of: tuple[np.ndarray | None, float] = (None, 0.0)
+        self._paces = Paces(len(scheduler.state.seq_ids))
         self.account = SpeculationAccount()
         self._landed = 0.0  # clock when the last step's results were taken
         self._runs_ahead = False  # the step in flight was launched before the last one had landed
         self._disturbed = True  # drafts were made while the step in flight ran, or it is the first after a prompt
         self._hopes = Hopes()
         self._hope = 0.0  # drafts of the step in flight that are to be kept on average, by worth
-        # Of the step in flight: sequences, survivals of their drafts, worth of a token of each.
-        self._judged: tuple[list[int], np.ndarray, np.ndarray] | None = None
+        # Of the step in flight: slots, survivals of their drafts, worth of a token of each.
+        self._judged: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._expected = 0.0  # seconds, of the step in flight if it is synchronous
         self._comparing = False  # the step in flight runs without drafts to know what they are worth
 
@@ -122,43 +137,39 @@ class Speculation:
     def end(self, answer: Answer) -> None:
         """Forget a sequence."""
         self._following.end(answer)
-        self._drafted.pop(answer.seq.seq_id, None)
-        self._pace.pop(answer.seq.seq_id, None)
 
     def ahead(self) -> DraftsAhead | None:
         """How to plan the next step while others are in flight; None when its drafts must follow tokens that are known."""
         if self._ahead is None or not self._ahead.possible:
             return None
-        rows, costs = self._scheduler.num_running, self._ahead.costs
+        rows, costs = self._scheduler.num_running, self._ahead.plain
         plain = not self._forced and self._measurable and costs.needs_plain(rows, self._switches.current.gain)
         return self._ahead.offer(plain=plain, fixed=self._fixed)
 
     def propose(self, answers: Mapping[int, Answer]) -> None:
         """Before a plan of the synchronous loop: draft for every row that is ready, and tell scheduler and runner."""
-        self._drafted, self._judged = {}, None
-        rows = self._running(answers, ready=True)
-        if not rows:
+        self._proposal = self._judged = None
+        rows = running_rows(self._scheduler.state, answers, ready=True)
+        if not len(rows):
             return
-        limits = self._limits(rows)
         if self._fixed is None:
             worth, seconds = self._worth(rows), self._seconds(len(rows))
-            draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
-            lengths = self._lengths(draft, worth, seconds)
+            draft = self._draft(rows, self._floor(worth, seconds))
+            survivals = draft.survivals()
+            lengths = self._lengths(draft, survivals, worth, seconds)
         else:
-            worth = np.ones(len(rows))
-            draft = within_grammars(self._following.draft(rows, limits, 0.0), rows, limits)
+            worth, draft = np.ones(len(rows)), self._draft(rows, 0.0)
+            survivals = draft.survivals()
             lengths = np.minimum(draft.counts, self._fixed).astype(np.int32)
-        for answer, made, value, length, ids in zip(
-            rows, draft.counts.tolist(), worth.tolist(), lengths.tolist(), draft.token_ids.tolist(), strict=True
-        ):
-            answer.drafts = ids[:length]
-            self._drafted[answer.seq.seq_id] = made, value
-            self._scheduler.propose(answer.seq.seq_id, length)
+        for place in np.flatnonzero(rows.constrained).tolist():  # their masks follow their drafts
+            rows.answers[place].drafts = draft.token_ids[place, : lengths[place]].tolist()
+        self._scheduler.propose_rows(rows.slots, lengths)
+        slots = len(self._scheduler.state.seq_ids)
+        self._proposal = _Proposal(np.zeros(slots, np.int32), np.ones(slots))
+        self._proposal.made[rows.slots], self._proposal.worth[rows.slots] = draft.counts, worth
         if lengths.any():
-            self._judged = [answer.seq.seq_id for answer in rows], draft.survivals(), worth
-            slots = np.array([answer.seq.slot for answer in rows], np.int64)
-            ends = np.array([len(answer.seq.tokens) for answer in rows], np.int64)
-            self._runner.write_drafts(slots, ends, draft.token_ids, lengths)
+            self._judged = rows.slots, survivals, worth
+            self._runner.write_drafts(rows.slots, rows.lengths.astype(np.int64), draft.token_ids, lengths)
 
     def landed(self, result: StepResult, answers: Mapping[int, Answer]) -> None:
         """After a step's results were applied: learn what it cost and gave, and decide how the loop goes on."""
@@ -172,6 +183,7 @@ class Speculation:
         steady = decodes == plan.num_rows
         if not steady and _BEGUN * int((plan.prefills & plan.samples).sum()) >= plan.num_rows:
             self._urgent = _URGENT
+        self._following.hear(result)
         if self._ahead is not None:
             self._ahead.landed(result, self._following, answers)
         if not decodes:
@@ -186,7 +198,7 @@ class Speculation:
             for costs in self._plain_costs:
                 costs.observe_ahead(decodes, max(passed, result.seconds))
         if on:
-            saved = self._count(result, rows, answers)
+            saved = self._count(result, rows)
             if steady and ahead and drafts_itself and self._ahead is not None:
                 switch = None if self._forced else self._switches.current
                 self._ahead.learn(result, decodes, max(passed, result.seconds), saved, switch)
@@ -231,8 +243,8 @@ class Speculation:
     def _turn(self, rows: int, was_on: bool, answers: Mapping[int, Answer]) -> None:
         """Go on as the present load's switch says. Drafts that were proposed for the next step are taken back."""
         if was_on and not self._switches.meet(rows).on:
-            for answer in self._running(answers, ready=False):
-                self._scheduler.propose(answer.seq.seq_id, 0)
+            slots = running_rows(self._scheduler.state, answers, ready=False).slots
+            self._scheduler.propose_rows(slots, np.zeros(len(slots), np.int32))
         else:
             self._switches.meet(rows)
 
@@ -241,8 +253,8 @@ class Speculation:
 
         Not while most answers begin: such forecasts say no, and are paid for with those that could say yes later.
         """
-        running = self._running(answers, ready=False)
-        if 2 * sum(len(row.seq.tokens) < row.seq.num_prompt + _YOUNG for row in running) > len(running):
+        running = running_rows(self._scheduler.state, answers, ready=False)
+        if 2 * sum(len(one.seq.tokens) < one.seq.num_prompt + _YOUNG for one in running.answers) > len(running):
             return
         self._urgent = max(0, self._urgent - 1)
         self._disturbed = True
@@ -250,12 +262,11 @@ class Speculation:
             return  # a draft would wait behind masks that are filled when this returns
         rows = self._sample(running)
         # Not on credit: a text is told once, and what its prompt took is a hundred times as long.
-        self._following.tell(rows)
+        self._following.tell(rows.answers)
         begin = time.perf_counter()
-        if rows:
-            limits = self._limits(rows)
+        if len(rows):
             worth, seconds = self._worth(running), self._seconds(len(running))
-            draft = within_grammars(self._following.draft(rows, limits, self._floor(worth, seconds)), rows, limits)
+            draft = self._draft(rows, self._floor(worth, seconds))
             without, along = self._forecast(draft, rows, len(running), seconds)
             self.account.best_gain = max(self.account.best_gain, without / along)
             switch = self._switches.current
@@ -263,7 +274,13 @@ class Speculation:
                 self._urgent = max(self._urgent, 1)
         self._credit.spend(time.perf_counter() - begin)
 
-    def _forecast(self, draft: Draft, rows: list[Answer], decodes: int, seconds: np.ndarray) -> tuple[float, float]:
+    def _draft(self, rows: RunningRows, floor: float) -> Draft:
+        """What the drafter, or a grammar, has for the rows."""
+        limits = rows.limits(self._following.drafter.max_draft)
+        draft = self._following.draft(rows.answers, limits, floor)
+        return within_grammars(draft, rows.answers, limits) if rows.constrained.any() else draft
+
+    def _forecast(self, draft: Draft, rows: RunningRows, decodes: int, seconds: np.ndarray) -> tuple[float, float]:
         """Seconds that the tokens of a step with drafts would take without speculation, and with it.
 
         A step is in flight, so it is the second column that could be verified first. A row's pace is what its draft promises:
@@ -278,19 +295,19 @@ class Speculation:
         best = best_budget(tokens, decodes, seconds, EDGE)
         return (1.0 + float(tokens[best]) / decodes) * plain, float(seconds[best])
 
-    def _sample(self, rows: list[Answer]) -> list[Answer]:
+    def _sample(self, rows: RunningRows) -> RunningRows:
         """Rows to look at: those that are followed already, then new ones as long as little has to be read for them."""
-        rows.sort(key=self._following.follows, reverse=True)
-        chosen: list[Answer] = []
-        behind = 0
-        for answer in rows[:_PROBED_ROWS]:
-            behind += self._following.behind(answer)
-            if chosen and behind > _PROBED_TOKENS:
+        follows, behind = self._following.follows, self._following.behind
+        chosen: list[int] = []
+        unread = 0
+        for place in sorted(range(len(rows)), key=lambda place: not follows(rows.answers[place]))[:_PROBED_ROWS]:
+            unread += behind(rows.answers[place])
+            if chosen and unread > _PROBED_TOKENS:
                 break
-            chosen.append(answer)
-        return chosen
+            chosen.append(place)
+        return rows.some(chosen)
 
-    def _lengths(self, draft: Draft, worth: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    def _lengths(self, draft: Draft, survivals: np.ndarray, worth: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """How much of each row's draft to verify, int32 [R]: the best budget, spent where drafts save most. None where the
         step shall say what drafts are measured against.
         """
@@ -298,7 +315,7 @@ class Speculation:
         none = np.zeros(draft.rows, np.int32)
         if not self._costs.known:
             return none
-        values = self._hopes.believed(draft.survivals()) * worth[:, None]
+        values = self._hopes.believed(survivals) * worth[:, None]
         choice = choose(values, draft.counts, seconds, EDGE, round_sizes)
         if not choice.budget:
             return none
@@ -322,16 +339,18 @@ class Speculation:
             self._floor_of = seconds, worthless_below(len(worth), seconds)
         return self._floor_of[1] / float(worth.max())
 
-    def _worth(self, rows: Sequence[Answer], pace: np.ndarray | None = None) -> np.ndarray:
+    def _worth(self, rows: RunningRows, pace: np.ndarray | None = None) -> np.ndarray:
         """What an accepted token of each row saves against the average, float64 [R]. `pace`: tokens that each will emit per
         step; None for what it emitted of late.
         """
         if self._scheduler.num_waiting or len(rows) < 2:
             return np.ones(len(rows))
         if pace is None:
-            pace = np.array([self._pace.get(row.seq.seq_id, 1.0) for row in rows])
-        left = np.array([row.limit - len(row.seq.tokens) for row in rows])
-        return token_worth(left / pace, self._costs.fixed_share(len(rows)))
+            pace = self._paces.of(rows.slots, rows.seq_ids)
+        seconds = self._seconds(len(rows))
+        if self._share_of[0] is not seconds:
+            self._share_of = seconds, self._costs.fixed_share(len(rows))
+        return token_worth(rows.left / pace, self._share_of[1])
 
     @property
     def _measurable(self) -> bool:
@@ -340,42 +359,25 @@ class Speculation:
         running = state.seq_ids >= 0
         return bool(running.any() and (state.computed >= state.target)[running].all())
 
-    # --- rows ------------------------------------------------------------------------------------------------
-
-    def _running(self, answers: Mapping[int, Answer], *, ready: bool) -> list[Answer]:
-        """Sequences past their prompts, by slot; `ready` ones wait for no token in flight."""
-        state = self._scheduler.state
-        chosen = (state.seq_ids >= 0) & (state.computed >= state.target)
-        if ready:
-            chosen &= state.pending == 0
-        found = [answers.get(seq_id) for seq_id in state.seq_ids[chosen].tolist()]
-        return [answer for answer in found if answer is not None]
-
-    def _limits(self, rows: Sequence[Answer]) -> np.ndarray:
-        """Tokens that each row may still emit after its next one."""
-        room = [row.limit - len(row.seq.tokens) - 1 for row in rows]
-        return np.clip(np.array(room, np.int32), 0, self._following.drafter.max_draft)
-
-    def _count(self, result: StepResult, rows: np.ndarray, answers: Mapping[int, Answer]) -> float:
+    def _count(self, result: StepResult, rows: np.ndarray) -> float:
         """Take a step into the statistics; returns its accepted drafts, each by its worth."""
         plan = result.plan
         taken = rows & (result.num_tokens > 0)
-        ids, accepted = plan.seq_ids[taken].tolist(), result.num_tokens[taken] - 1
-        proposed, self._drafted = self._drafted, {}  # for this step; the next one may be planned without a look at it
-        made = [proposed.get(seq_id, (0, 1.0)) for seq_id in ids]
-        drafted = plan.drafts[taken] if plan.ahead is not None else [count for count, _ in made]
-        self.account.count(drafted, result.verified[taken], accepted)
-        self._settle(dict(zip(ids, zip(result.verified[taken].tolist(), accepted.tolist(), strict=True), strict=True)))
-        for seq_id, number in zip(ids, accepted.tolist(), strict=True):
-            if seq_id in answers:
-                pace = self._pace.get(seq_id, 1.0)
-                self._pace[seq_id] = pace + _PACE_RATE * (1.0 + number - pace)
-        return sum(number * worth for number, (_, worth) in zip(accepted.tolist(), made, strict=True))
+        slots, ids = plan.slots[taken], plan.seq_ids[taken]
+        verified, accepted = result.verified[taken], result.num_tokens[taken] - 1
+        proposal, self._proposal = self._proposal, None  # for this step; the next may be planned without a look at it
+        made = np.zeros(len(slots), np.int32) if proposal is None else proposal.made[slots]
+        self.account.count(plan.drafts[taken] if plan.ahead is not None else made, verified, accepted)
+        self._settle(slots, verified, accepted)
+        alive = self._scheduler.state.seq_ids[slots] == ids
+        self._paces.learn(slots[alive], ids[alive], 1.0 + accepted[alive])
+        return float(accepted.sum() if proposal is None else accepted @ proposal.worth[slots])
 
-    def _settle(self, outcomes: Mapping[int, tuple[int, int]]) -> None:
-        """Learn what survivals were worth. `outcomes`: of each sequence of a step, drafts verified and kept."""
+    def _settle(self, slots: np.ndarray, verified: np.ndarray, kept: np.ndarray) -> None:
+        """Learn what survivals were worth: drafts verified and kept in a step's `slots` [R]."""
         if self._judged is not None:
-            seq_ids, survivals, worth = self._judged
-            verified, kept = np.array([outcomes.get(seq_id, (0, 0)) for seq_id in seq_ids]).T
-            self._hopes.settle(survivals, worth, verified, kept)
+            judged, survivals, worth = self._judged
+            tried, right = np.zeros((2, len(self._scheduler.state.seq_ids)), np.int32)
+            tried[slots], right[slots] = verified, kept
+            self._hopes.settle(survivals, worth, tried[judged], right[judged])
             self._judged = None
