@@ -47,14 +47,21 @@ def dense_weight_bytes(config: V41Config, schedule: Schedule, dtype: torch.dtype
 
 def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
     """Peak bytes of one step beside weights and cache: streams and projections of every row, scores of one slab."""
-    rows = options.max_step_tokens
+    return _row_bytes(config, options, options.max_step_tokens, 2) + 4 * 4 * (1 << 24)
+
+
+def graph_bytes(config: V41Config, options: ModelOptions) -> int:
+    """Peak bytes of the largest captured step: one of decode rows alone. 0 off CUDA."""
+    return _row_bytes(config, options, options.max_running, 4) if torch.device(options.device).type == "cuda" else 0
+
+
+def _row_bytes(config: V41Config, options: ModelOptions, rows: int, per_entry: int) -> int:
+    """Streams, projections, scores (`per_entry` bytes of each) and logits of a step of so many tokens."""
     wide = max(
         config.num_attention_heads * config.head_dim,
         2 * config.moe_intermediate_size * config.num_experts_per_tok,
         config.index_n_heads * config.index_head_dim,
     )
     per_row = 4 * (3 * config.hc_mult * config.hidden_size + 4 * wide + 4 * config.hidden_size)
-    masks = rows * min(
-        options.max_model_len, 1 << 17
-    )  # a byte an entry and row; only one sequence is that long at once
-    return rows * per_row + 2 * masks + 4 * 4 * (1 << 24) + 4 * config.vocab_size * options.max_running
+    entries = rows * min(options.max_model_len, 1 << 17)  # only one sequence is longer at once
+    return rows * per_row + per_entry * entries + 4 * config.vocab_size * options.max_running
