@@ -165,8 +165,8 @@ class Repeats:
     replays = tries = 0
     most = 1000  # graphs that there is memory for
 
-    def __init__(self, _device: str, room: int) -> None:
-        self.limit = room
+    def __init__(self, _device: str, room: int, beside: int) -> None:
+        self.limit = room + beside
         self.before: Callable[[], list[torch.Tensor]] = list
         self.left: list[torch.Tensor] = []
 

@@ -99,6 +99,41 @@ def test_downloads_and_clocks_on_a_cpu_are_immediate() -> None:
     assert 0 <= clock.seconds() < 10
 
 
+class Stream:
+    """Stands for a CUDA stream: events are numbered as they are recorded, and the device has come to `reached`."""
+
+    def __init__(self) -> None:
+        self.recorded = self.reached = 0
+
+    def event(self, enable_timing: bool = False) -> Any:
+        found = SimpleNamespace(at=0, timed=enable_timing)
+        found.record = lambda: setattr(found, "at", self.record())
+        found.query = lambda: self.reached >= found.at
+        found.synchronize = lambda: setattr(self, "reached", max(self.reached, found.at))
+        found.elapsed_time = lambda end: (end.at - found.at) * 1e3
+        return found
+
+    def record(self) -> int:
+        self.recorded += 1
+        return self.recorded
+
+
+def test_a_step_behind_a_running_one_begins_where_that_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr("torch.cuda.Event", stream.event)
+    first = StepClock("cuda:0")
+    first.stop()
+    second = StepClock("cuda:0", first)
+    second.stop()
+    assert stream.recorded == 3
+    assert (first.seconds(), second.seconds()) == (1, 1)
+    assert stream.reached == 3, "seconds were read of a step that had not ended"
+    third = StepClock("cuda:0", second)  # the device has waited for it meanwhile
+    third.stop()
+    assert stream.recorded == 5
+    assert third.seconds() == 1
+
+
 def test_the_scratch_place_belongs_to_no_sequence() -> None:
     buffer = TokenBuffer(2, 4, "cpu")
     buffer.scatter(torch.tensor([buffer.scratch]), torch.tensor([9]))
@@ -347,7 +382,7 @@ class Captured:
 
     def __init__(self, graph_bytes: int) -> None:
         self.options: Any = SimpleNamespace(device="cuda:0", max_running=4, max_model_len=64)
-        self.facts: Any = SimpleNamespace(cache_groups=GROUPS, graph_bytes=graph_bytes)
+        self.facts: Any = SimpleNamespace(cache_groups=GROUPS, graph_bytes=graph_bytes, graph_branch_bytes=7)
 
     def capture_limit(self, longest: int) -> int:
         return longest

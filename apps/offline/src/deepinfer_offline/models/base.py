@@ -185,6 +185,7 @@ class ModelFacts:
         image_token_id: the id that stands for a piece of an image; prompts must not have it, since images are not read.
         graph_bytes: memory that captured steps work in, in bytes: what the largest of them needs beside weights, cache and inputs
             (estimate, rounded up). 0 where none is captured.
+        graph_branch_bytes: the part of it that is used on a second stream.
     """
 
     model_type: str
@@ -196,6 +197,7 @@ class ModelFacts:
     checkpoint_dtype: str = "bfloat16"
     image_token_id: int | None = None
     graph_bytes: int = 0
+    graph_branch_bytes: int = 0
 
 
 @runtime_checkable

@@ -24,30 +24,27 @@ class Recorder:
 
     They are replayed one after the other, so all work in the same memory: one room, taken at the start, as large as the
     largest graph needs it. What a graph returns lies there too, and is overwritten by the next one. A graph that needs more
-    than the room and `SPARE_BYTES` is not recorded, so graphs never take memory that steps without one need.
+    than the limit is not recorded, so graphs never take memory that steps without one need.
 
     Args:
         device: a CUDA device.
         room: bytes of the room.
+        beside: bytes that graphs may take beyond it for work on other streams, whose memory is their own.
 
     Attributes:
+        limit: most bytes that graphs may hold: `SPARE_BYTES` more than both.
         full: there was no memory for the room; nothing is recorded.
         taken: bytes that graphs hold, used or not.
     """
 
-    def __init__(self, device: str, room: int) -> None:
-        self._device, self._room = device, room
+    def __init__(self, device: str, room: int, beside: int = 0) -> None:
+        self._device, self._room, self.limit = device, room, room + beside + SPARE_BYTES
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
         self._first: torch.cuda.CUDAGraph | None = None
         self.full, self.taken = False, 0
         self._first = self._open() if room else None
         self.full = self._first is None
-
-    @property
-    def limit(self) -> int:
-        """Most bytes that graphs may hold."""
-        return self._room + SPARE_BYTES
 
     def record(self, work: Callable[[], T], *, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """A graph of `work`, and what it returned: memory that a replay writes, until another graph is replayed or recorded.

@@ -66,6 +66,7 @@ class DecodeGraphs:
         self._buckets = row_buckets(model.options.max_running)
         self._captured: dict[tuple[int, int], _Captured | None] = {}  # None: it found no memory
         self._recorder, self._memory = recorder, memory
+        self.latest: _Captured | None = None
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -89,6 +90,7 @@ class DecodeGraphs:
         captured = self._captured[key]
         if captured is None:
             return None
+        self.latest = captured
         captured.buffers.fill(inputs)
         captured.graph.replay()
         return Replayed(captured.logits[:rows], captured.likeliest[:rows])
@@ -130,7 +132,8 @@ class StepGraphs:
         options, groups = model.options, model.facts.cache_groups
         rows = step_rows(type(model), options.max_running)
         memory = StepMemory(groups, rows, options.max_model_len, options.device)
-        recorder = Recorder(options.device, model.facts.graph_bytes)
+        branch = model.facts.graph_branch_bytes
+        recorder = Recorder(options.device, model.facts.graph_bytes - branch, branch)
         self.num_bytes = recorder.limit + StepMemory.num_bytes(groups, rows, options.max_model_len)
         self.decodes = DecodeGraphs(model, cache, tokens, recorder, memory)
         takes_prompts = isinstance(model, CapturesPrompts) and model.captures_prompts
@@ -145,6 +148,9 @@ class StepGraphs:
 def make_graphs(model: Model, cache: Any, tokens: TokenBuffer) -> StepGraphs | None:
     """Graphs for a model that can be captured on its device, else None."""
     if not can_capture(type(model), model.facts, model.options.device):
+        return None
+    assert isinstance(model, Capturable)
+    if model.capture_limit(1) is None:
         return None
     # Inputs of captured steps are int32, places in the token buffer too.
     return None if tokens.scratch > np.iinfo(np.int32).max else StepGraphs(model, cache, tokens)

@@ -143,6 +143,7 @@ class ModelRunner:
         self.ahead: AheadSteps | None = None  # for plans that say so; given by whoever plans them
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
         self._moves: list[Future[Any]] = []
+        self._clock: StepClock | None = None  # of the step that was enqueued last
         self._worker = _make_worker(options.device, threads)
         columns = token_columns(options.max_model_len, max_drafts)
         # Made in the worker too: every other thread that ever ran a parallel torch operation keeps a team of kernel
@@ -251,7 +252,7 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None, moves: Sequence[Future[Any]] = ()
     ) -> _Enqueued:
-        clock = StepClock(self.model.options.device)
+        clock = self._clock = StepClock(self.model.options.device, self._clock)
         for done in moves:
             done.result()
         captured = self._graphs.run(inputs) if self._graphs is not None else None
@@ -264,7 +265,7 @@ class ModelRunner:
         else:
             drawn = self._draw(plan, inputs.samples, captured.logits, masks, captured.likeliest)
         verified = self._verified(plan, inputs.samples, drawn) if drawn is not None and plan.drafts.any() else None
-        ids = Download([] if drawn is None or verified is not None else [drawn.ids])
+        ids = Download([] if drawn is None or verified is not None else [drawn.ids], clock)
         logprobs = LogprobsDownload(None if drawn is None else drawn.logprobs)
         clock.stop()
         return _Enqueued(plan, inputs.samples, verified, ids, logprobs, prompts, clock)

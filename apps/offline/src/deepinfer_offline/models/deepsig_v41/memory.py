@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from deepinfer_offline.models.base import ModelOptions
+from deepinfer_offline.models.deepsig_v41.aside import ASIDE_ROWS
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.layout import TensorSpec, checkpoint_specs
 from deepinfer_offline.models.deepsig_v41.schedule import Schedule
@@ -50,9 +51,14 @@ def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
     return _row_bytes(config, options, options.max_step_tokens, 2) + 4 * 4 * (1 << 24)
 
 
-def graph_bytes(config: V41Config, options: ModelOptions) -> int:
-    """Peak bytes of the largest captured step: one of decode rows alone. 0 off CUDA."""
-    return _row_bytes(config, options, options.max_running, 4) if torch.device(options.device).type == "cuda" else 0
+def graph_bytes(config: V41Config, options: ModelOptions) -> tuple[int, int]:
+    """Peak bytes of the largest captured step, one of decode rows alone, and the part of it that `Aside` uses; 0 off CUDA."""
+    if torch.device(options.device).type != "cuda":
+        return 0, 0
+    rows = min(options.max_running, ASIDE_ROWS)
+    entries = min(options.max_model_len, 1 << 17)
+    aside = rows * 4 * (entries + 4 * config.moe_intermediate_size + config.hidden_size)
+    return _row_bytes(config, options, options.max_running, 4) + aside, aside
 
 
 def _row_bytes(config: V41Config, options: ModelOptions, rows: int, per_entry: int) -> int:

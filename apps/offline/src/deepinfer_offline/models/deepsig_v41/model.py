@@ -252,6 +252,7 @@ def _capture_limit(longest: int) -> int:
 
 def facts_of(parts: V41Parts, options: ModelOptions) -> ModelFacts:
     config = parts.config
+    graphs, branch = graph_bytes(config, options)
     return ModelFacts(
         model_type=config.model_type,
         vocab_size=config.vocab_size,
@@ -261,5 +262,6 @@ def facts_of(parts: V41Parts, options: ModelOptions) -> ModelFacts:
         cache_groups=parts.spec.groups(),
         checkpoint_dtype=config.dtype,
         image_token_id=config.image_token_id,
-        graph_bytes=graph_bytes(config, options),
+        graph_bytes=graphs,
+        graph_branch_bytes=branch,
     )
