@@ -96,7 +96,7 @@ def graph_ms(engine: Any, replays: int) -> float:
     return begin.elapsed_time(end) / replays
 
 
-def steady(engine: Any, steps: int, profiled: int) -> tuple[dict[str, float], list[Interval]]:
+def steady(engine: Any, steps: int, profiled: int) -> tuple[dict[str, Any], list[Interval]]:
     """Figures of steady decode, which must be going on, and what ran in the `profiled` steps among them.
 
     `idle_profiled` is the share without a kernel under the profiler, which delays every launch. `idle` sets the time with

@@ -278,6 +278,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _device: (1000 - found.reserved, 1000))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _device: SimpleNamespace(total_memory=1001))
     monkeypatch.setattr(capture, "SPARE_BYTES", 20)
+    monkeypatch.setattr(capture, "_make_workspace", lambda _device: None)
     monkeypatch.setattr(capture, "_unowned", lambda found: ("unowned", found))
     monkeypatch.setattr(Graph, "device", found, raising=False)
     monkeypatch.setattr(Graph, "pools", [], raising=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import torch
@@ -84,6 +84,7 @@ class Recorder:
     def _record(self, work: Callable[[], T], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, T]:
         torch.cuda.current_stream(self._device).synchronize()
         with torch.cuda.stream(self._stream):
+            _make_workspace(self._device)
             for _ in range(warm_ups):
                 work()
             self._stream.synchronize()
@@ -101,7 +102,7 @@ class Recorder:
         return graph, found
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self) -> Generator[None]:
         """Count what torch takes from the device meanwhile, and let it take no more than graphs may have."""
         before, kept = (
             torch.cuda.memory_reserved(self._device),
@@ -114,6 +115,12 @@ class Recorder:
         finally:
             torch.cuda.set_per_process_memory_fraction(kept, self._device)
             self.taken += torch.cuda.memory_reserved(self._device) - before
+
+
+def _make_workspace(device: str) -> None:
+    """cuBLAS has a workspace for each stream, made in its first product: of the room it would be gone for good."""
+    one = torch.ones(1, 1, device=device)
+    torch.mm(one, one)
 
 
 def _total_bytes(device: str) -> int:
