@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepinfer_offline.engine.native import capture, graphs
-from deepinfer_offline.engine.native.capture import Recorder
 from deepinfer_offline.engine.native.graphs import row_buckets
 from deepinfer_offline.engine.native.memory import available_bytes
 from deepinfer_offline.engine.native.prompt_graphs import PromptBuckets, token_buckets
-from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.native.worker import DeviceWorker
-from deepinfer_offline.models.base import CacheGroup
 from deepinfer_offline.models.deepsig_v41.aside import Aside
 from deepinfer_offline.ops.transfers import Download, StepClock, upload, upload_into
 from hypothesis import given
@@ -231,223 +227,8 @@ def test_a_branch_waits_for_what_was_before_and_is_waited_for(monkeypatch: pytes
     assert not Aside(torch.device("cpu")).enabled
 
 
-class Device:
-    """Stands for `torch.cuda`, as far as captures need it: a device of 1000 bytes, and a pool that a capture may grow."""
-
-    def __init__(self) -> None:
-        self.reserved, self.share, self.capturing, self.log = 100, 1.0, False, list[str]()
-
-    def grow(self, size: int) -> None:
-        """What torch's allocator does for a tensor that finds no free piece."""
-        if self.reserved + size > self.share * 1000:
-            raise torch.OutOfMemoryError(f"{size} bytes are too many")
-        self.reserved += size
-
-    def set_share(self, share: float, _device: str) -> None:
-        self.share = share
-
-
-class Graph:
-    """Stands for `torch.cuda.CUDAGraph`, where a capture that failed cannot be ended in peace."""
-
-    device: Device
-    pools: list[object]
-
-    def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
-        self.pools.append(pool)
-        self.device.capturing = True
-
-    def capture_end(self) -> None:
-        if self.device.capturing:
-            raise RuntimeError("the capture was invalidated")
-
-    def pool(self) -> tuple[int, int]:
-        return 0, 1
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    found, stream = Device(), SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr("torch.cuda.Stream", lambda _device: stream)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda _device: stream)
-    monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
-    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
-    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _device: found.reserved)
-    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda _device: found.share)
-    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", found.set_share)
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _device: (1000 - found.reserved, 1000))
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _device: SimpleNamespace(total_memory=1001))
-    monkeypatch.setattr(capture, "SPARE_BYTES", 20)
-    monkeypatch.setattr(capture, "_make_workspace", lambda _device: None)
-    monkeypatch.setattr(capture, "_unowned", lambda found: ("unowned", found))
-    monkeypatch.setattr(Graph, "device", found, raising=False)
-    monkeypatch.setattr(Graph, "pools", [], raising=False)
-    empty = torch.empty
-
-    def take(size: int, **_options: object) -> torch.Tensor:
-        found.grow(size)
-        found.capturing = False
-        return empty(size, dtype=torch.uint8)
-
-    monkeypatch.setattr(capture.torch, "empty", take)
-    return found
-
-
-def test_graphs_share_a_room_that_is_taken_at_the_start_and_may_grow_no_further(device: Device) -> None:
-    recorder, calls = Recorder("cuda:0", 300), list[int]()
-    assert (recorder.full, recorder.taken, device.reserved) == (False, 300, 400)
-
-    def work(size: int) -> str:
-        calls.append(size)
-        device.grow(size)
-        device.capturing = False
-        return "hidden"
-
-    recorded = recorder.record(lambda: work(15), warm_ups=0)
-    assert recorded is not None
-    assert recorded[1] == ("unowned", "hidden"), "what a graph returns keeps its memory from the others"
-    assert recorder.record(lambda: work(6), warm_ups=0) is None, "21 bytes beyond the room"
-    assert recorder.record(lambda: work(5), warm_ups=0) is not None, "a smaller one fits"
-    assert (recorder.taken, recorder.limit, device.reserved) == (320, 320, 420)
-    assert calls == [15, 6, 5]
-    assert device.share == 1.0, "other memory is limited for good"
-    assert Graph.pools == [None, (0, 1), (0, 1), (0, 1)]
-
-
-def test_without_a_room_nothing_is_recorded(device: Device) -> None:
-    recorder = Recorder("cuda:0", 901)
-    assert recorder.full
-    assert recorder.record(lambda: pytest.fail("it ran"), warm_ups=1) is None
-    assert (device.reserved, device.share) == (100, 1.0)
-    assert Recorder("cuda:0", 0).full
-
-
-def test_what_is_wrong_with_a_step_is_not_taken_for_want_of_memory(device: Device) -> None:
-    recorder = Recorder("cuda:0", 300)
-
-    def work(said: str) -> None:
-        raise RuntimeError(said)
-
-    with pytest.raises(RuntimeError, match="illegal"):  # and not what ending its capture says
-        recorder.record(lambda: work("an illegal access"), warm_ups=0)
-    assert recorder.record(lambda: work("CUDA error: out of memory"), warm_ups=0) is None
-    assert not recorder.full
-    assert device.share == 1.0
-
-
-def test_a_graphs_memory_is_seen_without_being_owned() -> None:
-    """As numpy reads the interface that torch reads on a device."""
-    tensor = torch.arange(6, dtype=torch.float32).view(2, 3)
-    described = capture._Memory(tensor).__cuda_array_interface__
-    seen = np.asarray(SimpleNamespace(__array_interface__={**described, "version": 3})).view(np.float32)
-    tensor[1, 2] = 9
-    assert seen.tolist() == [0, 1, 2, 3, 4, 9]
-
-
-GROUPS = (CacheGroup("long", "prefix", 4, 8), CacheGroup("ring", "state", 4, 8), CacheGroup("wide", "prefix", 16, 8))
-
-
-@given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 200), st.data())
-def test_a_groups_table_begins_where_it_does_in_every_step(
-    decodes: int, rows: int, limit: int, data: st.DataObject
-) -> None:
-    memory, most = StepMemory(GROUPS, decodes, rows, limit, "cpu"), max(decodes, rows)
-    parts = (memory.packed, memory.pair, memory.turn, memory.tables)
-    assert StepMemory.num_bytes(GROUPS, decodes, rows, limit) == sum(part.nbytes for part in parts)
-    few, short = data.draw(st.integers(1, most)), data.draw(st.integers(1, limit))
-    for number, (name, table) in enumerate(memory.views(most, limit).items(), 1):
-        part = memory.views(few, short)[name]
-        assert table.data_ptr() == part.data_ptr()
-        assert table.data_ptr() % 16 == memory.tables.data_ptr() % 16
-        table.fill_(number)
-        assert part.shape == (few, memory.layout(short)[number - 1, 1])
-    for number, table in enumerate(memory.views(most, limit).values(), 1):
-        assert (table == number).all(), "two groups overlap"
-    columns = sum(table.shape[1] for table in memory.views(1, limit).values())
-    assert memory.pair.shape[1] >= 1 + len(GROUPS) + decodes * (4 + columns), "a decode step does not fit"
-
-
-def test_decode_steps_are_brought_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for its own inputs, and inputs for the step before the last, which read what they overwrite."""
-    log: list[str] = []
-
-    class Mark:
-        made = 0
-
-        def __init__(self, _device: object) -> None:
-            Mark.made += 1
-            self.name = f"mark{Mark.made}"
-
-    class Side:
-        def __init__(self, _device: str) -> None:
-            self.place = 0
-
-        def upload_into(self, target: torch.Tensor, arrays: list[np.ndarray], after: Any) -> None:
-            target[: len(arrays[0])] = torch.from_numpy(arrays[0])
-            log.append("brought" + (f" after {after.name}" if after else ""))
-
-    monkeypatch.setattr("deepinfer_offline.engine.native.step_memory.StreamMark", Mark)
-    monkeypatch.setattr("deepinfer_offline.engine.native.step_memory.SideUpload", Side)
-    memory = StepMemory(GROUPS, 4, 0, 16, "cpu")
-    for number in range(5):
-        memory.bring([np.full(3, number + 1, np.int32)])
-        memory.read()
-    assert log == ["brought", "brought", "brought after mark1", "brought after mark2", "brought after mark3"]
-    assert memory.pair[:, 0].tolist() == [5, 4]
-    memory.restart()
-    assert memory.pair[:, :4].eq(0).all(), "a step that is only recorded would read rows"
-    memory.bring([np.full(3, 9, np.int32)])
-    assert log[-1] == "brought after mark6", "they would be cleared by what cleared those before"
-    assert memory.pair[:, 0].tolist() == [9, 0], "the next step reads the first again"
-    assert memory.turn.tolist() == [0, 0]
-
-
 def test_memory_that_torch_keeps_of_an_engine_before_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     held = {"gone": 70, "alive": 20}
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: held.pop("gone"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _device: (100 - sum(held.values()), 100))
     assert available_bytes("cuda:0") == 80
-
-
-class HostMemory(StepMemory):
-    """Is on the host, whatever device it is for."""
-
-    def __init__(self, groups: Sequence[CacheGroup], decodes: int, rows: int, limit: int, _device: str) -> None:
-        super().__init__(groups, decodes, rows, limit, "cpu")
-
-
-class Captured:
-    """A model whose decode steps are captured."""
-
-    def __init__(self, graph_bytes: int) -> None:
-        self.options: Any = SimpleNamespace(device="cuda:0", max_running=4, max_model_len=64)
-        self.facts: Any = SimpleNamespace(cache_groups=GROUPS, graph_bytes=graph_bytes, graph_branch_bytes=7)
-
-    def capture_limit(self, longest: int) -> int:
-        return longest
-
-
-def test_the_plan_has_what_captured_steps_will_take(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "kernels", lambda: device)
-    monkeypatch.setattr(graphs, "StepMemory", HostMemory)
-    monkeypatch.setattr(graphs, "SPARE_BYTES", 20)
-    tokens: Any = SimpleNamespace(scratch=1)
-    model: Any = Captured(300)
-    planned = graphs.planned_bytes(type(model), model.facts, model.options)
-    made = graphs.make_graphs(model, None, tokens)
-    assert made is not None
-    assert made.num_bytes == planned == 320 + StepMemory.num_bytes(GROUPS, 4, 0, 64)
-    none: Any = Captured(0)
-    assert graphs.planned_bytes(type(none), none.facts, none.options) == 0
-    assert graphs.make_graphs(none, None, tokens) is None
-
-
-def test_steps_are_not_captured_where_their_inputs_could_not_say_a_tokens_place(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graphs, "StepGraphs", lambda *_parts: "graphs")
-    monkeypatch.setattr(graphs, "kernels", lambda: device)
-    model: Any = Captured(300)
-    for places, captured in ((2**31 - 1, True), (2**31, False)):
-        tokens: Any = SimpleNamespace(scratch=places)
-        assert (graphs.make_graphs(model, None, tokens) is not None) == captured

@@ -68,7 +68,8 @@ class StepMemory:
         """Make the next decode steps ones that pad all their rows, whatever was brought before and whichever steps ran."""
         self.turn.zero_()
         self.pair[:, : 1 + len(self.groups)].zero_()
-        self._read, self._next = [StreamMark(self.pair.device)] * 2, 0
+        self._read[:] = [StreamMark(self.pair.device)] * 2
+        self._next = 0
 
     def bring(self, arrays: Sequence[np.ndarray]) -> None:
         """Bring a decode step's inputs; it must be the next to read them."""
