@@ -12,6 +12,8 @@ from deepinfer_offline.models.deepsig_v41.schedule import Schedule
 
 DENSE_EXPERTS_LIMIT = 8 << 30  # bytes; packed experts beyond this stay FP4 and are unpacked when used
 
+_EXPERT_ROWS = 8  # most rows that pad those of an expert
+
 _FLOAT32_PARTS = (".gate.weight", ".gate.bias", ".attn_sink", "head.weight", ".confidence_head.proj.weight")
 
 
@@ -58,7 +60,8 @@ def graph_bytes(config: V41Config, options: ModelOptions) -> tuple[int, int]:
     rows = min(options.max_running, ASIDE_ROWS)
     entries = min(options.max_model_len, 1 << 17)
     aside = rows * 4 * (entries + 4 * config.moe_intermediate_size + config.hidden_size)
-    return _row_bytes(config, options, options.max_running, 4) + aside, aside
+    padding = _EXPERT_ROWS * config.n_routed_experts * 2 * (config.hidden_size + config.moe_intermediate_size)
+    return _row_bytes(config, options, options.max_running, 4) + padding + aside, aside
 
 
 def _row_bytes(config: V41Config, options: ModelOptions, rows: int, per_entry: int) -> int:
