@@ -217,7 +217,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
 
     def select(shape: AttentionShape, _widths: Any) -> LayerOps:
         products = FusedProducts(kernels.llama_norm, kernels.silu_mul)
-        return LayerOps(CublasLinear, kernels.llama_norm, products, CudaAttention(shape), embed=kernels.embed)
+        return LayerOps(CublasLinear, kernels.llama_norm, products, CudaAttention(shape))
 
     def make(model: Any, cache: Any, tokens: TokenBuffer) -> Any:
         found: Any = graphs.StepGraphs(model, cache, tokens)

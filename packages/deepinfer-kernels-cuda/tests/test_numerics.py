@@ -202,21 +202,6 @@ def test_shapes_are_checked() -> None:
         )
 
 
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("tokens", "width", "extra"), [(0, 8, 0), (1, 576, 0), (37, 100, 3), (300, 576, 64)])
-def test_embed_takes_rows_of_a_table(tokens: int, width: int, extra: int, ids_dtype: torch.dtype) -> None:
-    table = rand(50, width + extra)[:, :width]
-    ids = torch.randint(0, 50, (tokens,), dtype=ids_dtype, device=DEVICE)
-    found = kernels.embed(table, ids)
-    assert found.shape == (tokens, width)
-    assert torch.equal(found, table[ids.long()])
-
-
-def test_embed_names_what_it_does_not_take() -> None:
-    with pytest.raises(ArgumentError, match=r"ids are torch.float32; allowed: int32, int64"):
-        kernels.embed(rand(4, 8), rand(3).float())
-
-
 @pytest.mark.parametrize(
     ("live", "rows", "widths"), [(3, 4, (2, 130)), (5, 5, (1,)), (0, 2, (3, 1, 2)), (1, 8, (0, 5))]
 )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         library_table,
     )
     from .llama import MarkovStep, arrivals, cut_for, markov_step, paged_gqa, rope_gqa
-    from .llama_rows import argmax, cache_slots, embed, llama_norm, rope_insert, silu_mul
+    from .llama_rows import argmax, cache_slots, llama_norm, rope_insert, silu_mul
     from .mhc import HyperMix, MhcStep, mhc_collapse, mhc_post, mhc_pre, mhc_step
     from .microscaled import MxLinear, dequantize, mx_linear
     from .output import engram_gate, engram_update, grouped_output
@@ -88,7 +88,6 @@ _LAZY = {
     "cut_rows": "ragged",
     "ragged_inputs": "ragged",
     "cache_slots": "llama_rows",
-    "embed": "llama_rows",
     "llama_norm": "llama_rows",
     "rope_insert": "llama_rows",
     "silu_mul": "llama_rows",
@@ -180,7 +179,6 @@ __all__ = [
     "dense_linear",
     "dequantize",
     "device_arch",
-    "embed",
     "engram_gate",
     "engram_gather",
     "engram_update",

@@ -103,7 +103,6 @@ OPS: dict[str, OpSupport] = {
     "cache_slots": OpSupport(_PORTABLE),
     "cut_rows": OpSupport(_PORTABLE),
     "ragged_inputs": OpSupport(_PORTABLE),
-    "embed": OpSupport(_PORTABLE),
     "llama_norm": OpSupport(_PORTABLE),
     "rope_insert": OpSupport(_PORTABLE),
     "silu_mul": OpSupport(_PORTABLE),

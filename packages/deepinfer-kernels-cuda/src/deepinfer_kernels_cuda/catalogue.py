@@ -335,8 +335,6 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
     KernelSpec("ragged_inputs", "kernels.ragged:ragged_inputs_kernel",
         "query_starts=*i32 seq_lens=*i32 slots=*i32 flat=*i32 capacity=i32 scratch=i32 widths=*i32 packed=*i32 layout=*i32 "
         "tables=*i32 token_ids=*i64 positions=*i64 rows=i32 tokens=i32 steps=i32", {"GROUPS": 1, "BLOCK": 128}),
-    KernelSpec("embed", "kernels.llama_rows:embed_kernel",
-        "table=*bf16 stride=i32 ids=*i64 out=*bf16 rows=i32 width=i32", {"D": 1024, "BR": 1}, divisible=("width",)),
     KernelSpec("llama_norm", "kernels.llama_rows:llama_norm_kernel",
         "x=*bf16 stride=i32 weight=*bf16 out=*bf16 out_stride=i32 rows=i32 width=i32 eps=fp32", {"D": 1024, "BR": 4},
         divisible=("width",)),

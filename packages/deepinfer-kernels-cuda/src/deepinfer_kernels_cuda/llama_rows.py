@@ -56,36 +56,6 @@ def cache_slots(
     return slots
 
 
-def embed(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The rows of a table: `table[ids]`.
-
-    Args:
-        table: [n, width], last dimension contiguous, width <= 16384.
-        ids: int32 or int64 [t], each in 0 .. n - 1, which is not checked.
-
-    Returns:
-        [t, width].
-    """
-    from .kernels.llama_rows import embed_kernel
-
-    require_dims("table", table, 2)
-    require_inner("table", table)
-    require_dims("ids", ids, 1)
-    require_inner("ids", ids)
-    require(ids.dtype in (torch.int32, torch.int64), lambda: f"ids are {ids.dtype}; allowed: int32, int64")
-    require_same_device(table, ids)
-    (t,), width = ids.shape, table.shape[1]
-    require(width <= 16384, lambda: f"table has {width} channels; allowed: up to 16384")
-    out = torch.empty(t, width, dtype=table.dtype, device=table.device)
-    if t:
-        d = _power(width)
-        rows = 1 if t <= 264 else max(1, 4096 // d)
-        embed_kernel[(-(-t // rows),)](
-            table, table.stride(0), ids, out, t, width, D=d, BR=rows, num_warps=4, **overlap(table.device)
-        )
-    return out
-
-
 def llama_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`weight * round(x / rms(x))` over the last dimension, float32 inside, the inner rounding to x's dtype, as Llama has it.
 

@@ -24,18 +24,6 @@ def cache_slots_kernel(query_starts, seq_lens, write_floors, table, table_stride
 
 
 @triton.jit
-def embed_kernel(table, stride, ids, out, rows, width, D: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr = False):
-    """out[row] = table[ids[row]]; BR rows a program."""
-    begin(PDL)
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    channel = tl.arange(0, D)
-    mask = (row < rows)[:, None] & (channel < width)[None, :]
-    source = tl.load(ids + row, mask=row < rows, other=0).to(tl.int64)[:, None] * stride
-    value = tl.load(table + source + channel[None, :], mask=mask)
-    tl.store(out + row.to(tl.int64)[:, None] * width + channel[None, :], value, mask=mask)
-
-
-@triton.jit
 def llama_norm_kernel(
     x, stride, weight, out, out_stride, rows, width, eps, D: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr = False
 ):

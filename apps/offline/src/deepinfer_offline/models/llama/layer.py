@@ -10,7 +10,7 @@ import torch
 
 from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.models.llama.weights import LayerTensors
-from deepinfer_offline.ops import embedding, linear, norm  # noqa: F401 - registers the providers
+from deepinfer_offline.ops import linear, norm  # noqa: F401 - registers the providers
 from deepinfer_offline.ops.attention import portable  # noqa: F401
 from deepinfer_offline.ops.attention.base import Attention, AttentionShape
 from deepinfer_offline.ops.cpu import providers as cpu_providers  # noqa: F401
@@ -33,7 +33,6 @@ class LayerOps:
     products: Products
     attention: Attention
     notes: tuple[str, ...] = ()
-    embed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = embedding.embed
 
     @classmethod
     def select(cls, shape: AttentionShape, widths: LayerWidths) -> LayerOps:
@@ -45,8 +44,7 @@ class LayerOps:
         rms_norm = load("rms_norm")
         multiply = load("products", widths)(rms_norm, load("silu_mul"))
         missed = {op: registry.missed(op, shape.device, shape.dtype, shape) for op in _NOTED}
-        attention, notes = load("paged_attention")(shape), slower_notes(missed)
-        return cls(load("linear"), rms_norm, multiply, attention, notes, load("embed"))
+        return cls(load("linear"), rms_norm, multiply, load("paged_attention")(shape), slower_notes(missed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch, cache: LlamaCache) -> torch.Tensor:
         prepared = self.ops.attention.prepare(batch, self.rope)
-        stream = Stream(self.ops.embed(self.embedding, batch.token_ids))
+        stream = Stream(self.embedding[batch.token_ids])
         features = self._tap([], -1, stream.hidden)
         for index, (layer, following) in enumerate(pairwise(self.layers)):
             stream = layer(stream, cache.layers[index], prepared, following.attention_norm)

@@ -48,7 +48,6 @@ registry.register(Provider("linear", "cublas", "library", _linear_reason, _linea
 registry.register(
     Provider("rms_norm", NAME, "kernel", supports("llama_norm"), lambda: kernels().llama_norm, device="cuda")
 )
-registry.register(Provider("embed", NAME, "kernel", supports("embed"), lambda: kernels().embed, device="cuda"))
 registry.register(Provider("silu_mul", NAME, "kernel", supports("silu_mul"), lambda: kernels().silu_mul, device="cuda"))
 registry.register(
     Provider(
