@@ -101,7 +101,7 @@ def steady(engine: Any, steps: int, profiled: int) -> tuple[dict[str, Any], list
 
     `idle_profiled` is the share without a kernel under the profiler, which delays every launch. `idle` sets the time with
     kernels against steps on the device's own clock before and after: that share is what counts. `idle_outside` is the share of
-    such a step that its graph alone, replayed back to back, does not take.
+    the steps after, whose sequences are about as long, that their graph alone, replayed back to back, does not take.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -123,5 +123,5 @@ def steady(engine: Any, steps: int, profiled: int) -> tuple[dict[str, Any], list
         "before_after_ms": [round(before, 4), round(after, 4)],
         "graph_ms": round(alone, 4),
         "idle": round(max(0.0, 1 - busy / wall), 4),
-        "idle_outside": round(max(0.0, 1 - alone / wall), 4) if alone else None,
+        "idle_outside": round(max(0.0, 1 - alone / after), 4) if alone else None,
     }, intervals

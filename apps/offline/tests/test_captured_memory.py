@@ -140,66 +140,28 @@ def test_a_graphs_memory_is_seen_without_being_owned() -> None:
 GROUPS = (CacheGroup("long", "prefix", 4, 8), CacheGroup("ring", "state", 4, 8), CacheGroup("wide", "prefix", 16, 8))
 
 
-@given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 200), st.data())
-def test_a_groups_table_begins_where_it_does_in_every_step(
-    decodes: int, rows: int, limit: int, data: st.DataObject
-) -> None:
-    held, most = StepMemory(GROUPS, decodes, rows, limit, "cpu"), max(decodes, rows)
-    parts = (held.packed, held.pair, held.turn, held.tables)
-    assert StepMemory.num_bytes(GROUPS, decodes, rows, limit) == sum(part.nbytes for part in parts)
-    few, short = data.draw(st.integers(1, most)), data.draw(st.integers(1, limit))
-    for number, (name, table) in enumerate(held.views(most, limit).items(), 1):
+@given(st.integers(1, 40), st.integers(1, 200), st.data())
+def test_a_groups_table_begins_where_it_does_in_every_step(rows: int, limit: int, data: st.DataObject) -> None:
+    held = StepMemory(GROUPS, rows, limit, "cpu")
+    assert StepMemory.num_bytes(GROUPS, rows, limit) == held.packed.nbytes + held.tables.nbytes
+    few, short = data.draw(st.integers(1, rows)), data.draw(st.integers(1, limit))
+    for number, (name, table) in enumerate(held.views(rows, limit).items(), 1):
         part = held.views(few, short)[name]
         assert table.data_ptr() == part.data_ptr()
         assert table.data_ptr() % 16 == held.tables.data_ptr() % 16
         table.fill_(number)
         assert part.shape == (few, held.layout(short)[number - 1, 1])
-    for number, table in enumerate(held.views(most, limit).values(), 1):
+    for number, table in enumerate(held.views(rows, limit).values(), 1):
         assert (table == number).all(), "two groups overlap"
     columns = sum(table.shape[1] for table in held.views(1, limit).values())
-    assert held.pair.shape[1] >= 1 + len(GROUPS) + decodes * (4 + columns), "a decode step does not fit"
-
-
-def test_decode_steps_are_brought_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for its own inputs, and inputs for the step before the last, which read what they overwrite."""
-    log: list[str] = []
-
-    class Mark:
-        made = 0
-
-        def __init__(self, _device: object) -> None:
-            Mark.made += 1
-            self.name = f"mark{Mark.made}"
-
-    class Side:
-        def __init__(self, _device: str) -> None:
-            self.place = 0
-
-        def upload_into(self, target: torch.Tensor, arrays: list[np.ndarray], after: Any) -> None:
-            target[: len(arrays[0])] = torch.from_numpy(arrays[0])
-            log.append("brought" + (f" after {after.name}" if after else ""))
-
-    monkeypatch.setattr("deepinfer_offline.engine.native.step_memory.StreamMark", Mark)
-    monkeypatch.setattr("deepinfer_offline.engine.native.step_memory.SideUpload", Side)
-    held = StepMemory(GROUPS, 4, 0, 16, "cpu")
-    for number in range(5):
-        held.bring([np.full(3, number + 1, np.int32)])
-        held.read()
-    assert log == ["brought", "brought", "brought after mark1", "brought after mark2", "brought after mark3"]
-    assert held.pair[:, 0].tolist() == [5, 4]
-    held.restart()
-    assert held.pair[:, :4].eq(0).all(), "a step that is only recorded would read rows"
-    held.bring([np.full(3, 9, np.int32)])
-    assert log[-1] == "brought after mark6", "they would be cleared by what cleared those before"
-    assert held.pair[:, 0].tolist() == [9, 0], "the next step reads the first again"
-    assert held.turn.tolist() == [0, 0]
+    assert len(held.packed) >= 1 + len(GROUPS) + rows * (4 + columns), "a decode step does not fit"
 
 
 class HostMemory(StepMemory):
     """Is on the host, whatever device it is for."""
 
-    def __init__(self, groups: Sequence[CacheGroup], decodes: int, rows: int, limit: int, _device: str) -> None:
-        super().__init__(groups, decodes, rows, limit, "cpu")
+    def __init__(self, groups: Sequence[CacheGroup], rows: int, limit: int, _device: str) -> None:
+        super().__init__(groups, rows, limit, "cpu")
 
 
 class Captured:
@@ -222,7 +184,7 @@ def test_the_plan_has_what_captured_steps_will_take(device: Device, monkeypatch:
     planned = graphs.planned_bytes(type(model), model.facts, model.options)
     made = graphs.make_graphs(model, None, tokens)
     assert made is not None
-    assert made.num_bytes == planned == 320 + StepMemory.num_bytes(GROUPS, 4, 0, 64)
+    assert made.num_bytes == planned == 320 + StepMemory.num_bytes(GROUPS, 4, 64)
     none: Any = Captured(0)
     assert graphs.planned_bytes(type(none), none.facts, none.options) == 0
     assert graphs.make_graphs(none, None, tokens) is None

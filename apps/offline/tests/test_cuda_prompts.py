@@ -72,7 +72,7 @@ def test_a_packed_step_with_prompts_is_the_step() -> None:
     tokens.flat[:] = torch.arange(5 * 64 + 1)
     rng = np.random.default_rng(0)
     tables = {group.name: rng.integers(1, 99, (5, 16), dtype=np.int32) for group in GROUPS}
-    memory = StepMemory(GROUPS, 0, 11, 64, "cpu")
+    memory = StepMemory(GROUPS, 11, 64, "cpu")
     for rows in PROMPT_STEPS:
         buffers, inputs = PromptBuffers.of(memory, PromptBucket(150, 6, 5)), prompt_inputs(tokens, tables, rows)
         buffers.fill(inputs, tokens)
@@ -107,7 +107,7 @@ def test_attention_over_a_padded_step_is_that_of_the_step(rows: list[tuple[int, 
     tables = {group.name: 1 + np.arange(5 * 16, dtype=np.int32).reshape(5, 16) for group in (*GROUPS, *groups)}
     inputs = prompt_inputs(tokens, tables, rows)
     inputs = replace(inputs, host=replace(inputs.host, block_tables={GROUP: tables[GROUP][inputs.host.slots]}))
-    buffers = PromptBuffers.of(StepMemory(groups, 0, 11, 64, "cpu"), PromptBucket(150, 6, 5))
+    buffers = PromptBuffers.of(StepMemory(groups, 11, 64, "cpu"), PromptBucket(150, 6, 5))
     buffers.fill(inputs, tokens)
     kernel, portable = CudaAttention(shape), TorchAttention(shape)
     torch.manual_seed(0)

@@ -205,8 +205,7 @@ def test_shapes_are_checked() -> None:
 @pytest.mark.parametrize(
     ("live", "rows", "widths"), [(3, 4, (2, 130)), (5, 5, (1,)), (0, 2, (3, 1, 2)), (1, 8, (0, 5))]
 )
-@pytest.mark.parametrize("half", [None, 0, 1])
-def test_step_inputs_unpacks_one_copy(live, rows, widths, half) -> None:
+def test_step_inputs_unpacks_one_copy(live, rows, widths) -> None:
     columns, scratch = [width + 3 for width in widths], 40
     header = torch.stack([torch.randperm(30)[:live] for _ in range(4)]) if live else torch.zeros(4, 0).long()
     header[1] += 1
@@ -218,13 +217,7 @@ def test_step_inputs_unpacks_one_copy(live, rows, widths, half) -> None:
     layout = torch.tensor(list(zip(starts, columns, strict=False)))
     tables, flat = torch.full((starts[-1],), -7), torch.arange(1000, 1041)
     place = [t.to(DEVICE, torch.int32) for t in (packed, flat, tables, layout)]
-    turn = None
-    if half is not None:
-        place[0] = torch.stack([place[0] if half == number else torch.full_like(place[0], 1) for number in (0, 1)])
-        turn = torch.tensor([half, 0], dtype=torch.int32, device=DEVICE)
-    found = kernels.step_inputs(*place, rows=rows, scratch=scratch, turn=turn)
-    if turn is not None:
-        assert turn.tolist() == [1 - half, 0], "the next call reads the other half"
+    found = kernels.step_inputs(*place, rows=rows, scratch=scratch)
     pad = rows - live
     want = [
         torch.cat((row, torch.full((pad,), other))) for row, other in zip(header, (0, 1, scratch, scratch), strict=True)

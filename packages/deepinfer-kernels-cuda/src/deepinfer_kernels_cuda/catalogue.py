@@ -321,8 +321,8 @@ SPECS: tuple[KernelSpec | NativeSpec, ...] = (
         "positions=*i64 frequencies=*fp32 cos=*fp32 sin=*fp32 pairs=i32 shift=i32", {"P": 32}, options={"num_warps": 1},
         max_stack=64),
     KernelSpec("step_inputs", "kernels.v41_step:step_inputs_kernel",
-        "packed=*i32 stride=i32 turn=*i32 flat=*i32 layout=*i32 header=*i32 tables=*i32 token_ids=*i64 positions=*i64 rows=i32 "
-        "scratch=i32", {"GROUPS": 3, "BLOCK": 128, "TURNS": True}, options={"num_warps": 1}),
+        "packed=*i32 flat=*i32 layout=*i32 header=*i32 tables=*i32 token_ids=*i64 positions=*i64 rows=i32 scratch=i32",
+        {"GROUPS": 3, "BLOCK": 128}, options={"num_warps": 1}),
     KernelSpec("cache_slots", "kernels.llama_rows:cache_slots_kernel",
         "query_starts=*i32 seq_lens=*i32 write_floors=*i32 table=*i32 table_stride=i32 slots=*i64",
         {"BLOCK": 32}, options={"num_warps": 1}),

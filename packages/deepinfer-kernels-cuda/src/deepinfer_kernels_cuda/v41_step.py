@@ -238,43 +238,29 @@ class StepInputs(NamedTuple):
 
 
 def step_inputs(
-    packed: torch.Tensor,
-    flat: torch.Tensor,
-    tables: torch.Tensor,
-    layout: torch.Tensor,
-    *,
-    rows: int,
-    scratch: int,
-    turn: torch.Tensor | None = None,
+    packed: torch.Tensor, flat: torch.Tensor, tables: torch.Tensor, layout: torch.Tensor, *, rows: int, scratch: int
 ) -> StepInputs:
     """Unpack what the host knows of a decode step, so that one copy brings all of it.
 
     Args:
         packed: int32 [any]: the number of live rows n <= rows, the width of each table, then slots [n], lengths [n], places of
-            the input ids in `flat` [n], places of what is drawn [n], and each table's [n, width]. With `turn` [2, any]: calls
-            take the two in turn, so that one may be filled while the other is read.
+            the input ids in `flat` [n], places of what is drawn [n], and each table's [n, width].
         flat: int32 [any], token ids.
         tables: int32 [any], all tables; what is given of them is written, zeros for rows that pad.
         layout: int32 [groups, 2], of each table: where it begins in `tables`, and its columns.
         rows: of the result; those from n on pad: slot 0, length 1, input and output at `scratch`.
         scratch: a place in `flat` that belongs to nobody.
-        turn: int32 [2], which of the two is read, and 0: a call leaves it for the next. Calls that share it must not overlap.
     """
     from .kernels.v41_step import step_inputs_kernel
 
     for name, tensor in {"packed": packed, "flat": flat, "tables": tables, "layout": layout}.items():
         require_dtype(name, tensor, torch.int32)
-    require_same_device(packed, flat, tables, layout, turn)
-    require_dims("packed", packed, 1 if turn is None else 2)
-    require_inner("packed", packed)
-    if turn is not None:
-        require_dtype("turn", turn, torch.int32)
-        require(len(packed) == 2, lambda: f"packed is {tuple(packed.shape)}; taking turns needs [2, any]")
+    require_same_device(packed, flat, tables, layout)
     both = torch.empty(2, rows, dtype=torch.int64, device=packed.device)
     header = torch.empty(3, rows, dtype=torch.int32, device=packed.device)
     if rows:
         step_inputs_kernel[(rows,)](
-            packed, packed.stride(0), turn, flat, layout, header, tables, both[0], both[1], rows, scratch,
-            GROUPS=layout.shape[0], BLOCK=128, TURNS=turn is not None, num_warps=1, **overlap(packed.device),
+            packed, flat, layout, header, tables, both[0], both[1], rows, scratch, GROUPS=layout.shape[0], BLOCK=128,
+            num_warps=1, **overlap(packed.device),
         )  # fmt: skip
     return StepInputs(both[0], both[1], header)

@@ -58,45 +58,6 @@ def upload_into(target: torch.Tensor, arrays: Sequence[np.ndarray]) -> None:
     target[:size].copy_(here, non_blocking=True)
 
 
-class StreamMark:
-    """A place in a device's current stream; nothing on a CPU, where work is done when it is enqueued."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream wait for what was enqueued before this mark."""
-        if self._event is not None:
-            stream.wait_event(self._event)
-
-
-class SideUpload:
-    """Copies to a device beside its current stream, which waits for them before its next work.
-
-    Args:
-        device: torch device string.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-
-    def upload_into(self, target: torch.Tensor, arrays: Sequence[np.ndarray], after: StreamMark | None) -> None:
-        """As the function of that name, but only `after` is waited for: the last use of what lies there."""
-        if self._stream is None:
-            upload_into(target, arrays)
-            return
-        if after is not None:
-            after.hold(self._stream)
-        with torch.cuda.stream(self._stream):
-            upload_into(target, arrays)
-            done = StreamMark(self._device)
-        done.hold(torch.cuda.current_stream(self._device))
-
-
 class StepClock:
     """Seconds that a step takes on its device: the stream's own time on CUDA, the wall clock elsewhere.
 

@@ -148,14 +148,11 @@ def rotation_kernel(positions, frequencies, cos, sin, pairs, shift, P: tl.conste
 
 
 @triton.jit
-def step_inputs_kernel(packed, stride, turn, flat, layout, header, tables, token_ids, positions, rows, scratch,
-                       GROUPS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
+def step_inputs_kernel(packed, flat, layout, header, tables, token_ids, positions, rows, scratch,
+                       GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):  # fmt: skip
     """Grid (rows,): a row's part of `packed` to where a captured step reads it; see `step_inputs`."""
     begin(PDL)
     row = tl.program_id(0)
-    if TURNS:
-        half = tl.load(turn)
-        packed += half * stride
     live = tl.load(packed)
     here = row < live
     at = packed + 1 + GROUPS
@@ -175,8 +172,3 @@ def step_inputs_kernel(packed, stride, turn, flat, layout, header, tables, token
             value = tl.load(at + row * width + column, mask=here & (column < width), other=0)
             tl.store(target + column, value, mask=column < width)
         at += live * width
-    if TURNS:
-        # The last program to come here turns: each has read before it counts itself.
-        last = tl.atomic_add(turn + 1, 1) == rows - 1
-        tl.store(turn + 1, 0, mask=last)
-        tl.store(turn, 1 - half, mask=last)

@@ -93,7 +93,6 @@ class DecodeGraphs:
         self.latest = captured
         captured.buffers.fill(inputs)
         captured.graph.replay()
-        self._memory.read()
         return Replayed(captured.logits[:rows], captured.likeliest[:rows])
 
     # --- capture ---------------------------------------------------------------------------------------------
@@ -102,9 +101,8 @@ class DecodeGraphs:
         """Capture a step of `size` rows of at most `limit` positions; None if there is no memory."""
         start = time.perf_counter()
         buffers = StepBuffers.of(self._memory, size, limit)
-        self._memory.restart()
+        buffers.clear()
         recorded = self._recorder.record(lambda: self._step(buffers), warm_ups=_WARM_UPS)
-        self._memory.restart()
         if recorded is None:
             return None
         graph, (logits, likeliest) = recorded
@@ -132,11 +130,11 @@ class StepGraphs:
 
     def __init__(self, model: Model, cache: Any, tokens: TokenBuffer) -> None:
         options, groups = model.options, model.facts.cache_groups
-        sizes = step_sizes(type(model), options)
-        memory = StepMemory(groups, *sizes, options.device)
+        rows = step_rows(type(model), options.max_running)
+        memory = StepMemory(groups, rows, options.max_model_len, options.device)
         branch = model.facts.graph_branch_bytes
         recorder = Recorder(options.device, model.facts.graph_bytes - branch, branch)
-        self.num_bytes = recorder.limit + StepMemory.num_bytes(groups, *sizes)
+        self.num_bytes = recorder.limit + StepMemory.num_bytes(groups, rows, options.max_model_len)
         self.decodes = DecodeGraphs(model, cache, tokens, recorder, memory)
         takes_prompts = isinstance(model, CapturesPrompts) and model.captures_prompts
         self.prompts = PromptGraphs(model, cache, tokens, recorder, memory) if takes_prompts else None
@@ -169,11 +167,10 @@ def planned_bytes(kind: type[Model], facts: ModelFacts, options: ModelOptions) -
     """Device memory that `StepGraphs` of such a model will have, before it is loaded."""
     if not can_capture(kind, facts, options.device):
         return 0
-    return facts.graph_bytes + SPARE_BYTES + StepMemory.num_bytes(facts.cache_groups, *step_sizes(kind, options))
+    rows = step_rows(kind, options.max_running)
+    return facts.graph_bytes + SPARE_BYTES + StepMemory.num_bytes(facts.cache_groups, rows, options.max_model_len)
 
 
-def step_sizes(kind: type[Model], options: ModelOptions) -> tuple[int, int, int]:
-    """Of the memory for inputs: rows of decode steps, rows of others (those of one token and others are padded each by
-    themselves), and positions of a sequence.
-    """
-    return options.max_running, 2 * options.max_running * hasattr(kind, "captures_prompts"), options.max_model_len
+def step_rows(kind: type[Model], max_running: int) -> int:
+    """Most rows of a captured step: those of one token and others are padded each by themselves."""
+    return max_running * (2 if hasattr(kind, "captures_prompts") else 1)

@@ -13,6 +13,7 @@ from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.models.base import ForwardBatch, HostBatch
 from deepinfer_offline.ops.cuda.support import kernels
+from deepinfer_offline.ops.transfers import upload_into
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +55,23 @@ class StepBuffers:
             logit_rows=torch.arange(rows, device=device),
         )
 
+    def clear(self) -> None:
+        """Make it a step that pads all its rows, whatever was brought before."""
+        self.memory.packed[: 1 + len(self.tables)].zero_()
+
     def fill(self, inputs: StepInputs) -> None:
         """Bring a step's inputs; the next call of `batch`, or a replay of it, reads them."""
         host = inputs.host
         tables = [host.block_tables[name] for name in self.tables]
         head = np.array([host.num_rows, *(table.shape[1] for table in tables)], np.int32)
         places = inputs.token_index
-        self.memory.bring([head, host.slots, host.seq_lens, places, places + 1, *tables])
+        upload_into(self.memory.packed, [head, host.slots, host.seq_lens, places, places + 1, *tables])
 
     def batch(self, tokens: TokenBuffer) -> tuple[ForwardBatch, torch.Tensor]:
         """The step, and int32 [rows] places in the flat token buffer of what it draws."""
         unpacked = kernels().step_inputs(
-            self.memory.pair, tokens.flat, self.memory.tables, self.layout, rows=self.rows, scratch=tokens.scratch,
-            turn=self.memory.turn,
-        )  # fmt: skip
+            self.memory.packed, tokens.flat, self.memory.tables, self.layout, rows=self.rows, scratch=tokens.scratch
+        )
         slots, seq_lens, target = unpacked.header
         batch = ForwardBatch(
             token_ids=unpacked.token_ids,
