@@ -1,8 +1,9 @@
 """The native engine on one CUDA device: SmolLM2's shape, 1,000 requests of 512 in and 128 out, random weights.
 
 Prints output tokens a second for several sizes of the running batch, the share of steady decode in which the device idles
-(from the union of kernel intervals), time by kernel, and whether greedy float32 answers equal those of the portable ops on
-the same device. Peer on such a card (2026-11-29, vLLM 0.33.0): 14,059 output tokens/s on this job.
+(from the union of kernel intervals, against the device's own clock and under the profiler), time by kernel and by gap, and
+whether greedy float32 answers equal those of the portable ops on the same device. Peer on such a card (2026-11-29, vLLM
+0.33.0): 14,059 output tokens/s on this job.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import pstats
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.models.llama.weights import expected_shapes
 from deepinfer_offline.ops.registry import registry
 from deepinfer_offline.sampling import SamplingParams
+from gpu_engine_idle import by_gap, by_kernel, idle_share, kernel_intervals, steady  # pyrefly: ignore
 
 PEER_TOKENS = 14_059
 BAR_TOKENS = 28_000
@@ -114,61 +116,20 @@ def _hide_kernels() -> Any:
     return kept
 
 
-def kernel_intervals(profiler: Any) -> list[tuple[int, int, str]]:
-    """(start, end, name) of everything that ran on the device, ns, ascending."""
-    found = []
-    for event in profiler.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
-            found.append((event.start_ns(), event.start_ns() + event.duration_ns(), event.name()))
-    return sorted(found)
-
-
-def idle_share(intervals: list[tuple[int, int, str]]) -> float:
-    """Share of the time from the first start to the last end in which nothing ran."""
-    busy, reached = 0, intervals[0][0]
-    for start, end, _ in intervals:
-        busy += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return 1 - busy / (reached - intervals[0][0])
-
-
-def by_kernel(intervals: list[tuple[int, int, str]], steps: int, top: int = 14) -> Iterator[str]:
-    totals: dict[str, list[float]] = {}
-    for start, end, name in intervals:
-        entry = totals.setdefault(name.split("<")[0].split("(")[0][-60:], [0, 0])
-        entry[0] += (end - start) / 1e3 / steps
-        entry[1] += 1 / steps
-    for name, (us, calls) in sorted(totals.items(), key=lambda item: -item[1][0])[:top]:
-        yield f"    {us:9.1f} us a step  {calls:6.1f} calls  {name}"
-
-
-def profile_decode(engine: Any, requests: list[Request], steps: int) -> tuple[float, float, float, list[str]]:
-    """(idle share and ms a step under the profiler, ms a step without it, kernels) of steady decode, every request running."""
-    from torch.profiler import ProfilerActivity, profile
-
+def profile_decode(engine: Any, requests: list[Request], steps: int) -> dict[str, Any]:
+    """Figures of `steady` decode with every request running, and its kernels and gaps."""
     for request in requests:
         engine.add_request(request)
     while engine.stats().running < len(requests) or engine.stats().waiting:
         engine.step()
     for _ in range(6):
         engine.step()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
-    torch.cuda.synchronize()
-    wall = (time.perf_counter() - start) / steps * 1e3
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            engine.step()
-        torch.cuda.synchronize()
+    found, intervals = steady(engine, steps, steps)
     for request in requests:
         engine.abort(request.request_id)
     while engine.has_unfinished():
         engine.step()
-    intervals = kernel_intervals(profiler)
-    span = (intervals[-1][1] - intervals[0][0]) / 1e6 / steps
-    return idle_share(intervals), span, wall, list(by_kernel(intervals, steps))
+    return found | {"kernels": [*by_kernel(intervals, steps), *by_gap(intervals, steps)]}
 
 
 def measure_prompts(step_tokens: int, count: int) -> dict[str, Any]:
@@ -247,11 +208,7 @@ def measure(running: int, step_tokens: int, count: int, profile_host: bool) -> d
         sampled = make_requests(count, 512, 128, SMOLLM2["vocab_size"], temperature=0.8)
         run_job(engine, sampled)
         line["sampled_tokens_per_s"] = round(count * 128 / run_job(engine, sampled)[0])
-    idle, span, wall, kernels = profile_decode(engine, requests[:running], 24)
-    # The profiler slows launches down, so the share that counts sets its kernel intervals against a step without it.
-    busy = span * (1 - idle)
-    line |= {"idle_profiled": round(idle, 4), "busy_ms": round(busy, 3), "step_ms": round(wall, 3), "kernels": kernels}
-    line["idle"] = round(max(0.0, 1 - busy / wall), 4)
+    line |= profile_decode(engine, requests[:running], 12)  # few, for attention takes a step more beyond 576 keys
     engine.close()
     line["total_s"] = round(time.perf_counter() - start, 1)
     return line

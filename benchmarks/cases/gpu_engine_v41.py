@@ -26,7 +26,8 @@ from deepinfer_offline.models.deepsig_v41.model import DeepSigV41Model
 from deepinfer_offline.models.deepsig_v41.schedule import plan_layers
 from deepinfer_offline.models.registry import register_model
 from deepinfer_offline.ops.registry import registry
-from gpu_engine import by_kernel, idle_share, kernel_intervals, make_requests, run_job  # pyrefly: ignore
+from gpu_engine import make_requests, run_job  # pyrefly: ignore
+from gpu_engine_idle import by_gap, by_kernel, idle_share, kernel_intervals, short, steady, stream_ms  # pyrefly: ignore
 from gpu_engine_ops import op_table  # pyrefly: ignore
 
 BARS = {64: 6.9, 8: 3.7}  # ms a decode step
@@ -219,9 +220,7 @@ def check_logits(dtype: str, length: int) -> dict[str, Any]:
 
 def decode(engine: Any, count: int, context: int, steps: int, profiled: int) -> dict[str, Any]:
     """Prefill `count` prompts, then time decode steps with all of them running."""
-    from torch.profiler import ProfilerActivity, profile
-
-    requests = make_requests(count, context, 3 * steps + profiled + 40, 129000)
+    requests = make_requests(count, context, 2 * steps + profiled + 40, 129000)
     torch.cuda.synchronize()
     start = time.perf_counter()
     for request in requests:
@@ -231,34 +230,16 @@ def decode(engine: Any, count: int, context: int, steps: int, profiled: int) -> 
     prefill = time.perf_counter() - start
     for _ in range(8):
         engine.step()
-    times = []
-    for _ in range(3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / steps * 1e3)
     line: dict[str, Any] = {"requests": count, "prefill_tokens_per_s": round(count * context / prefill)}
-    line["step_ms"] = round(sorted(times)[1], 3)
     if profiled:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(profiled):
-                engine.step()
-            torch.cuda.synchronize()
-        intervals = kernel_intervals(profiler)
-        profiled_idle = idle_share(intervals)
-        busy = (intervals[-1][1] - intervals[0][0]) / 1e6 / profiled * (1 - profiled_idle)
-        # The profiler slows launches down, so the share that counts sets its kernel intervals against a step without it.
-        line |= {"busy_ms": round(busy, 3), "idle_profiled": round(profiled_idle, 4)}
-        line["idle"] = round(max(0.0, 1 - busy / line["step_ms"]), 4)
-        line["kernels"] = list(by_kernel(intervals, profiled, 30))
+        figures, intervals = steady(engine, steps, profiled)
+        line |= figures
+        line["kernels"] = [*by_kernel(intervals, profiled, 30), *by_gap(intervals, profiled)]
         line["ops"] = op_table(SLICE["text_config"], intervals, profiled, count, context)
         per_step = len(intervals) // profiled
-        line["sequence"] = [
-            f"{(e - s) / 1e3:.1f} {n.split('<')[0].split('(')[0][-44:]}"
-            for s, e, n in intervals[per_step : 2 * per_step]
-        ]
+        line["sequence"] = [f"{(e - s) / 1e3:.1f} {short(n)}" for s, e, n in intervals[per_step : 2 * per_step]]
+    else:
+        line["step_ms"] = round(stream_ms(engine, steps), 3)
     for request in requests:
         engine.abort(request.request_id)
     while engine.has_unfinished():

@@ -47,8 +47,7 @@ def take(way: Way, engine: Any) -> None:
     runner.model.backbone.aside.enabled = way.aside
     if runner._graphs is not None:
         torch.cuda.synchronize()
-        runner._graphs._captured.clear()
-        runner._graphs._pool = None
+        runner._graphs.decodes._captured.clear()
 
 
 def measure(engine: Any, count: int, context: int, steps: int, profiled: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-HELPERS = {"cpu_work", "gpu_bench", "gpu_engine_ops", "gpu_ways"}
+HELPERS = {"cpu_work", "gpu_bench", "gpu_engine_idle", "gpu_engine_ops", "gpu_ways"}
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +189,18 @@ def test_a_check_of_records_fails_where_they_differ(
     seen = capsys.readouterr()
     assert f"{12 if wrong else 0} differ" in seen.out
     assert seen.err == ("" if wrong is None else "WRONG: 1 of 1 checks failed\n")
+
+
+def test_idle_time_is_what_no_kernel_covers(runner: ModuleType) -> None:
+    pytest.importorskip("torch")
+    idle = runner._load(FOLDER / "cases" / "gpu_engine_idle.py")
+    ran = [
+        (0, 1000, "first"), (500, 2000, "void (anonymous namespace)::second<int>(int)"), (2200, 3000, "third(float*)"),
+        (2400, 2600, "within"), (3100, 4000, "first"),
+    ]  # fmt: skip
+    assert list(idle.gaps(ran)) == [(200, ran[1][2], "third(float*)"), (100, "third(float*)", "first")]
+    assert idle.idle_share(ran) == 300 / 4000
+    longest, other = idle.by_gap(ran, steps=1)
+    assert longest.split() == ["0.20", "us", "a", "step", "idle", "1.0", "gaps", "second", "->", "third"]
+    assert other.split()[-3:] == ["third", "->", "first"]
+    assert next(idle.by_kernel(ran, steps=2)).split() == ["0.9", "us", "a", "step", "1.0", "calls", "first"]

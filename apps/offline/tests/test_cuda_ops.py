@@ -21,6 +21,7 @@ pytest.importorskip("deepinfer_kernels_cuda")
 
 from deepinfer_offline.engine.native.batch import StepInputs, device_batch, plan_inputs
 from deepinfer_offline.engine.native.step_buffers import StepBuffers
+from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.models.base import CacheGroup, ForwardBatch, HostBatch, ModelOptions
 from deepinfer_offline.models.deepsig_v41.device import DeviceBackbone
@@ -171,7 +172,7 @@ def test_a_packed_step_is_the_step_and_pads_harm_nobody() -> None:
     tokens.data[:] = torch.arange(5 * 64).view(5, 64)
     rng = np.random.default_rng(0)
     tables = {group.name: rng.integers(1, 99, (5, 16), dtype=np.int32) for group in GROUPS}
-    buffers = StepBuffers.of(GROUPS, 6, 64, "cpu")
+    buffers = StepBuffers.of(StepMemory(GROUPS, 9, 96, "cpu"), 6, 64)
     for lengths in ([60, 7, 33, 1], [9, 20]):
         inputs = decode_inputs(tokens, tables, lengths)
         buffers.fill(inputs)

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deepinfer_offline.engine.native.capture import Recorder
-from deepinfer_offline.engine.native.graphs import make_graphs, row_buckets
+from deepinfer_offline.engine.native.graphs import row_buckets
 from deepinfer_offline.engine.native.memory import available_bytes
 from deepinfer_offline.engine.native.prompt_graphs import PromptBuckets, token_buckets
 from deepinfer_offline.engine.native.tokens import TokenBuffer
@@ -94,6 +93,41 @@ def test_downloads_and_clocks_on_a_cpu_are_immediate() -> None:
     assert Download([]).wait() == []
     clock.stop()
     assert 0 <= clock.seconds() < 10
+
+
+class Stream:
+    """Stands for a CUDA stream: events are numbered as they are recorded, and the device has come to `reached`."""
+
+    def __init__(self) -> None:
+        self.recorded = self.reached = 0
+
+    def event(self, enable_timing: bool = False) -> Any:
+        found = SimpleNamespace(at=0, timed=enable_timing)
+        found.record = lambda: setattr(found, "at", self.record())
+        found.query = lambda: self.reached >= found.at
+        found.synchronize = lambda: setattr(self, "reached", max(self.reached, found.at))
+        found.elapsed_time = lambda end: (end.at - found.at) * 1e3
+        return found
+
+    def record(self) -> int:
+        self.recorded += 1
+        return self.recorded
+
+
+def test_a_step_behind_a_running_one_begins_where_that_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr("torch.cuda.Event", stream.event)
+    first = StepClock("cuda:0")
+    first.stop()
+    second = StepClock("cuda:0", first)
+    second.stop()
+    assert stream.recorded == 3
+    assert (first.seconds(), second.seconds()) == (1, 1)
+    assert stream.reached == 3, "seconds were read of a step that had not ended"
+    third = StepClock("cuda:0", second)  # the device has waited for it meanwhile
+    third.stop()
+    assert stream.recorded == 5
+    assert third.seconds() == 1
 
 
 def test_the_scratch_place_belongs_to_no_sequence() -> None:
@@ -193,75 +227,8 @@ def test_a_branch_waits_for_what_was_before_and_is_waited_for(monkeypatch: pytes
     assert not Aside(torch.device("cpu")).enabled
 
 
-class Graph:
-    """Stands for `torch.cuda.CUDAGraph`, where a capture that failed cannot be ended in peace."""
-
-    broken = False
-
-    def capture_begin(self, **_options: object) -> None:
-        type(self).broken = True
-
-    def capture_end(self) -> None:
-        if self.broken:
-            raise RuntimeError("the capture was invalidated")
-
-    def pool(self) -> tuple[int, int]:
-        return 0, 1
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr("torch.cuda.Stream", lambda _device: stream)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda _device: stream)
-    monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
-    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
-    return Recorder("cuda:0")
-
-
-def test_a_step_that_finds_no_memory_to_be_captured_in_is_told_so_and_no_other_is_tried(recorder: Recorder) -> None:
-    calls: list[str] = []
-
-    def work(error: Exception | None) -> str:
-        calls.append(str(error))
-        if error is not None:
-            raise error
-        Graph.broken = False
-        return "hidden"
-
-    recorded = recorder.record(lambda: work(None), warm_ups=1)
-    assert recorded is not None
-    assert recorded[1] == "hidden"
-    with pytest.raises(RuntimeError, match="illegal"):  # and not what ending its capture says
-        recorder.record(lambda: work(RuntimeError("an illegal access")), warm_ups=0)
-    assert not recorder.full
-    assert recorder.record(lambda: work(torch.OutOfMemoryError("no room")), warm_ups=0) is None
-    assert recorder.full
-    assert recorder.record(lambda: work(None), warm_ups=1) is None
-    assert calls == ["None", "None", "an illegal access", "no room"]
-
-
-def test_what_the_driver_says_of_memory_is_understood(recorder: Recorder) -> None:
-    def work() -> None:
-        raise RuntimeError("CUDA error: out of memory")
-
-    assert recorder.record(work, warm_ups=0) is None
-    assert recorder.full
-
-
 def test_memory_that_torch_keeps_of_an_engine_before_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     held = {"gone": 70, "alive": 20}
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: held.pop("gone"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _device: (100 - sum(held.values()), 100))
     assert available_bytes("cuda:0") == 80
-
-
-def test_steps_are_not_captured_where_their_inputs_could_not_say_a_tokens_place(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = SimpleNamespace(device="cuda:0", max_running=4)
-    model: Any = SimpleNamespace(options=options, capture_limit=lambda longest: longest)
-    monkeypatch.setattr("deepinfer_offline.engine.native.graphs.kernels", lambda: recorder)
-    for places, captured in ((2**31 - 1, True), (2**31, False)):
-        tokens: Any = SimpleNamespace(scratch=places)
-        assert (make_graphs(model, None, tokens) is not None) == captured

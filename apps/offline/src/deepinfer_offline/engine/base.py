@@ -119,6 +119,7 @@ class EngineInfo:
     weight_bytes: int
     block_size: int
     notes: tuple[str, ...] = ()
+    graph_bytes: int = 0  # device memory set aside for captured steps
 
 
 @dataclass(slots=True)

@@ -183,6 +183,9 @@ class ModelFacts:
         cache_groups: what it caches. The first group is the one that capacity in tokens is quoted for.
         checkpoint_dtype: torch dtype name of the stored weights, e.g. `bfloat16`; used by dtype `auto`.
         image_token_id: the id that stands for a piece of an image; prompts must not have it, since images are not read.
+        graph_bytes: memory that captured steps work in, in bytes: what the largest of them needs beside weights, cache and inputs
+            (estimate, rounded up). 0 where none is captured.
+        graph_branch_bytes: the part of it that is used on a second stream.
     """
 
     model_type: str
@@ -193,6 +196,8 @@ class ModelFacts:
     cache_groups: tuple[CacheGroup, ...]
     checkpoint_dtype: str = "bfloat16"
     image_token_id: int | None = None
+    graph_bytes: int = 0
+    graph_branch_bytes: int = 0
 
 
 @runtime_checkable

@@ -58,39 +58,23 @@ def upload_into(target: torch.Tensor, arrays: Sequence[np.ndarray]) -> None:
     target[:size].copy_(here, non_blocking=True)
 
 
-class Download:
-    """Tensors on their way to the host.
+class StepClock:
+    """Seconds that a step takes on its device: the stream's own time on CUDA, the wall clock elsewhere.
+
+    A step that is enqueued while the one before still runs begins where that one ends: one mark in the stream serves both.
 
     Args:
-        tensors: of one device. What they hold is taken in the order of the stream, so they may be overwritten by work
-            that is enqueued later.
+        device: torch device string.
+        after: clock of the step before on the same stream, stopped; None if there was none.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._event: torch.cuda.Event | None = None
-        if not tensors or tensors[0].device.type == "cpu":
-            self._there = list(tensors)
-            return
-        self._there = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        for here, there in zip(tensors, self._there, strict=True):
-            there.copy_(here, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def wait(self) -> list[torch.Tensor]:
-        """The tensors on the host, once they are there. The caller's thread sleeps meanwhile."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        return self._there
-
-
-class StepClock:
-    """Seconds that a step takes on its device: the stream's own time on CUDA, the wall clock elsewhere."""
-
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, after: StepClock | None = None) -> None:
         self._cuda = torch.device(device).type == "cuda"
-        self._begin = self._end = self._mark()
+        self._begin = after._end if after is not None and after._runs() else self._mark()
+        self._end = self._begin
+
+    def _runs(self) -> bool:
+        return self._cuda and not self._end.query()
 
     def _mark(self) -> Any:
         if not self._cuda:
@@ -103,9 +87,47 @@ class StepClock:
         """The step's last work has been enqueued."""
         self._end = self._mark()
 
+    def wait(self) -> None:
+        """Until that work is done. The caller's thread sleeps meanwhile."""
+        if self._cuda:
+            self._end.synchronize()
+
     def seconds(self) -> float:
-        """Valid once the step's results are on the host."""
+        """Valid once the clock was stopped; waits."""
         if not self._cuda:
             return self._end - self._begin
-        self._end.synchronize()
+        self.wait()
         return self._begin.elapsed_time(self._end) / 1e3
+
+
+class Download:
+    """Tensors on their way to the host.
+
+    Args:
+        tensors: of one device. What they hold is taken in the order of the stream, so they may be overwritten by work
+            that is enqueued later.
+        clock: of the step that they belong to; it is stopped behind them and before anybody waits. None: they have a mark of
+            their own.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], clock: StepClock | None = None) -> None:
+        self._end: torch.cuda.Event | None = None
+        self._clock = clock
+        if not tensors or tensors[0].device.type == "cpu":
+            self._there = list(tensors)
+            return
+        self._there = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for here, there in zip(tensors, self._there, strict=True):
+            there.copy_(here, non_blocking=True)
+        if clock is None:
+            self._end = torch.cuda.Event()
+            self._end.record()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors on the host, once they are there. The caller's thread sleeps meanwhile."""
+        if self._end is not None:
+            self._end.synchronize()
+            self._end = None
+        elif self._clock is not None:
+            self._clock.wait()
+        return self._there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -15,6 +16,7 @@ from deepinfer_offline.engine.base import EngineInfo, EngineStartError
 from deepinfer_offline.engine.native.drafting import make_speculation
 from deepinfer_offline.engine.native.engine import NativeEngine
 from deepinfer_offline.engine.native.flags import check_flags
+from deepinfer_offline.engine.native.graphs import planned_bytes
 from deepinfer_offline.engine.native.memory import (
     CachePlan,
     choose_kv_bytes,
@@ -25,11 +27,12 @@ from deepinfer_offline.engine.native.memory import (
 )
 from deepinfer_offline.engine.native.pages import NativePages
 from deepinfer_offline.engine.native.parts import Parts
-from deepinfer_offline.engine.native.runner import MAX_DRAFTS, ModelRunner
+from deepinfer_offline.engine.native.runner import MAX_DRAFTS, ModelRunner, token_columns
 from deepinfer_offline.engine.native.store import KvStore, check_folder, open_tiers
+from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.options import EngineOptions, format_bytes
 from deepinfer_offline.engine.structured import GrammarCompiler
-from deepinfer_offline.models.base import CacheGroup, FollowsStrategy, Model, ModelOptions
+from deepinfer_offline.models.base import CacheGroup, FollowsStrategy, Model, ModelFacts, ModelOptions
 from deepinfer_offline.models.registry import model_class
 from deepinfer_offline.sampling import Sampler, SamplingTable
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from deepinfer_offline.text.tokenizer import Tokenizer
     from deepinfer_offline.weights.source import ModelSource
 
+_LOG = logging.getLogger(__name__)
 _BLOCK_SIZE = 16
 
 
@@ -112,7 +116,7 @@ def _plan(
     length = _model_len(options.max_model_len, facts.max_positions, source.name)
     resolved = replace(wanted, dtype=dtype, max_model_len=length)
     facts = kind.describe(source.config, resolved)
-    kv_bytes = choose_kv_bytes(facts, device, options.kv_memory)
+    kv_bytes = choose_kv_bytes(facts, device, options.kv_memory, _buffer_bytes(kind, facts, resolved))
     strategy = choose_strategy(options.window_strategy, facts.cache_groups, source.name)
     plan = plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved, strategy))
     if plan.tokens >= length:
@@ -123,6 +127,14 @@ def _plan(
         )
     resolved = replace(resolved, max_model_len=plan.tokens)
     return resolved, plan_cache(facts.cache_groups, kv_bytes, _limits(options, facts.cache_groups, resolved, strategy))
+
+
+def _buffer_bytes(kind: type[Model], facts: ModelFacts, resolved: ModelOptions) -> int:
+    """What the engine keeps on an accelerator beside weights, cache and a step. The share that is left free on a CPU holds it."""
+    if resolved.device == "cpu":
+        return 0
+    columns = token_columns(resolved.max_model_len, MAX_DRAFTS)
+    return TokenBuffer.num_bytes(resolved.max_running, columns) + planned_bytes(kind, facts, resolved)
 
 
 def _wanted(options: EngineOptions, kind: type[Model], device: str) -> ModelOptions:
@@ -211,6 +223,13 @@ def _compose(
     runner = ModelRunner(model, blocks, cache.block_table, sampler, threads=threads)
     if pages is not None:
         pages.bind(runner)
+    info = _info(source, model, plan, runner.graph_bytes)
+    _LOG.info(
+        "memory of %s: weights %s, a step %s, captured steps %s, KV cache %s for %d tokens",
+        info.device,
+        *map(format_bytes, (info.weight_bytes, facts.workspace_bytes, info.graph_bytes, info.kv_bytes)),
+        info.kv_tokens,
+    )
     parts = Parts(
         runner=runner,
         scheduler=scheduler,
@@ -218,7 +237,7 @@ def _compose(
         table=table,
         tokenizer=tokenizer,
         grammars=GrammarCompiler(tokenizer, facts.vocab_size, on_unsupported=options.on_unsupported),
-        info=_info(source, model, plan),
+        info=info,
         seed=options.seed,
         ahead=_ahead(options),
         speculation=make_speculation(options, runner, scheduler, cache, sampler),
@@ -227,7 +246,7 @@ def _compose(
     return NativeEngine(parts)
 
 
-def _info(source: ModelSource, model: Model, plan: CachePlan) -> EngineInfo:
+def _info(source: ModelSource, model: Model, plan: CachePlan, graph_bytes: int) -> EngineInfo:
     return EngineInfo(
         engine="native",
         model=source.name,
@@ -240,6 +259,7 @@ def _info(source: ModelSource, model: Model, plan: CachePlan) -> EngineInfo:
         weight_bytes=model.facts.weight_bytes,
         block_size=plan.config.page_size,
         notes=getattr(model, "notes", ()),
+        graph_bytes=graph_bytes,
     )
 
 

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
-from deepinfer_offline.engine.native.capture import Recorder
+from deepinfer_offline.engine.native.capture import SPARE_BYTES, Recorder
 from deepinfer_offline.engine.native.prompt_graphs import PromptGraphs
 from deepinfer_offline.engine.native.replayed import Replayed
 from deepinfer_offline.engine.native.step_buffers import StepBuffers
+from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import Capturable, CapturesPrompts, Model
+from deepinfer_offline.models.base import Capturable, CapturesPrompts, Model, ModelFacts, ModelOptions
 from deepinfer_offline.ops.cuda.support import kernels
 
 _LOG = logging.getLogger(__name__)
@@ -55,21 +56,22 @@ class DecodeGraphs:
         cache: of the model.
         tokens: the token buffer.
         recorder: records graphs.
+        memory: where they find their inputs.
     """
 
-    def __init__(self, model: Model, cache: Any, tokens: TokenBuffer, recorder: Recorder) -> None:
+    def __init__(self, model: Model, cache: Any, tokens: TokenBuffer, recorder: Recorder, memory: StepMemory) -> None:
         assert isinstance(model, Capturable), f"{type(model).__name__} cannot be captured"
         self._model, self._cache, self._tokens = model, cache, tokens
         self._limits = model
-        self._device = model.options.device
         self._buckets = row_buckets(model.options.max_running)
-        self._captured: dict[tuple[int, int], _Captured] = {}
-        self._recorder = recorder
+        self._captured: dict[tuple[int, int], _Captured | None] = {}  # None: it found no memory
+        self._recorder, self._memory = recorder, memory
+        self.latest: _Captured | None = None
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """(rows, longest sequence) of what is captured."""
-        return sorted(self._captured)
+        return sorted(key for key, captured in self._captured.items() if captured is not None)
 
     def run(self, inputs: StepInputs) -> Replayed | None:
         """Enqueue the step; None when it is not one that a graph can serve."""
@@ -83,10 +85,12 @@ class DecodeGraphs:
         if limit is None:
             return None
         key = (self._buckets[bisect_left(self._buckets, rows)], limit)
-        captured = self._captured.get(key) or self._capture(*key)
+        if key not in self._captured:
+            self._captured[key] = self._capture(*key)
+        captured = self._captured[key]
         if captured is None:
             return None
-        self._captured[key] = captured
+        self.latest = captured
         captured.buffers.fill(inputs)
         captured.graph.replay()
         return Replayed(captured.logits[:rows], captured.likeliest[:rows])
@@ -95,10 +99,9 @@ class DecodeGraphs:
 
     def _capture(self, size: int, limit: int) -> _Captured | None:
         """Capture a step of `size` rows of at most `limit` positions; None if there is no memory."""
-        if self._recorder.full:
-            return None
         start = time.perf_counter()
-        buffers = StepBuffers.of(self._model.facts.cache_groups, size, limit, self._device)
+        buffers = StepBuffers.of(self._memory, size, limit)
+        buffers.clear()
         recorded = self._recorder.record(lambda: self._step(buffers), warm_ups=_WARM_UPS)
         if recorded is None:
             return None
@@ -120,13 +123,21 @@ class StepGraphs:
         model: can be captured.
         cache: of the model.
         tokens: the token buffer.
+
+    Attributes:
+        num_bytes: device memory that captured steps have, or may take yet.
     """
 
     def __init__(self, model: Model, cache: Any, tokens: TokenBuffer) -> None:
-        recorder = Recorder(model.options.device)
-        self.decodes = DecodeGraphs(model, cache, tokens, recorder)
+        options, groups = model.options, model.facts.cache_groups
+        rows = step_rows(type(model), options.max_running)
+        memory = StepMemory(groups, rows, options.max_model_len, options.device)
+        branch = model.facts.graph_branch_bytes
+        recorder = Recorder(options.device, model.facts.graph_bytes - branch, branch)
+        self.num_bytes = recorder.limit + StepMemory.num_bytes(groups, rows, options.max_model_len)
+        self.decodes = DecodeGraphs(model, cache, tokens, recorder, memory)
         takes_prompts = isinstance(model, CapturesPrompts) and model.captures_prompts
-        self.prompts = PromptGraphs(model, cache, tokens, recorder) if takes_prompts else None
+        self.prompts = PromptGraphs(model, cache, tokens, recorder, memory) if takes_prompts else None
 
     def run(self, inputs: StepInputs) -> Replayed | None:
         """Enqueue the step; None when it is not one that a graph can serve."""
@@ -135,12 +146,31 @@ class StepGraphs:
 
 
 def make_graphs(model: Model, cache: Any, tokens: TokenBuffer) -> StepGraphs | None:
-    """Graphs for a model that can be captured on its device, else None.
+    """Graphs for a model that can be captured on its device, else None."""
+    if not can_capture(type(model), model.facts, model.options.device):
+        return None
+    assert isinstance(model, Capturable)
+    if model.capture_limit(1) is None:
+        return None
+    # Inputs of captured steps are int32, places in the token buffer too.
+    return None if tokens.scratch > np.iinfo(np.int32).max else StepGraphs(model, cache, tokens)
 
-    Their inputs are int32, places in the token buffer too.
-    """
-    if tokens.scratch > np.iinfo(np.int32).max:
-        return None
-    if torch.device(model.options.device).type != "cuda" or not isinstance(model, Capturable) or kernels() is None:
-        return None
-    return StepGraphs(model, cache, tokens)
+
+def can_capture(kind: type[Model], facts: ModelFacts, device: str) -> bool:
+    """Whether steps of such a model are captured there: the kernels are needed, and room that the model says."""
+    if torch.device(device).type != "cuda" or not facts.graph_bytes:
+        return False
+    return hasattr(kind, "capture_limit") and kernels() is not None
+
+
+def planned_bytes(kind: type[Model], facts: ModelFacts, options: ModelOptions) -> int:
+    """Device memory that `StepGraphs` of such a model will have, before it is loaded."""
+    if not can_capture(kind, facts, options.device):
+        return 0
+    rows = step_rows(kind, options.max_running)
+    return facts.graph_bytes + SPARE_BYTES + StepMemory.num_bytes(facts.cache_groups, rows, options.max_model_len)
+
+
+def step_rows(kind: type[Model], max_running: int) -> int:
+    """Most rows of a captured step: those of one token and others are padded each by themselves."""
+    return max_running * (2 if hasattr(kind, "captures_prompts") else 1)

@@ -36,25 +36,25 @@ def available_bytes(device: str) -> int:
     return int(free)
 
 
-def choose_kv_bytes(facts: ModelFacts, device: str, asked: int | None, loaded: int = 0) -> int:
-    """Bytes for the KV cache: what was asked if it is there, else a share of what the weights leave.
+def choose_kv_bytes(facts: ModelFacts, device: str, asked: int | None, buffers: int = 0) -> int:
+    """Bytes for the KV cache: what was asked if it is there, else a share of what all else leaves.
 
     Args:
         facts: the model.
         device: where it runs.
         asked: the user's choice, or None.
-        loaded: bytes of the weights that are loaded already.
+        buffers: what the engine itself keeps on the device: token ids, inputs of steps, and what captured steps work in.
 
     Raises:
         EngineStartError: it does not fit; the message says the bytes asked and there.
     """
     there = available_bytes(device)
-    weights = max(facts.weight_bytes - loaded, 0)
-    needed = weights + facts.workspace_bytes
+    needed = facts.weight_bytes + facts.workspace_bytes + buffers
     if needed + (asked or 0) > there:
         kv = f", the KV cache {format_bytes(asked)} (--kv-memory)" if asked else ""
         raise EngineStartError(
-            f"too little memory on {device}: weights take {format_bytes(weights)}, a step {format_bytes(facts.workspace_bytes)} "
+            f"too little memory on {device}: weights take {format_bytes(facts.weight_bytes)}, "
+            f"a step {format_bytes(facts.workspace_bytes)}, buffers and captured steps {format_bytes(buffers)} "
             f"(less with a smaller --max-running or --max-tokens-per-step){kv}; {format_bytes(there)} are there"
         )
     if asked is not None:

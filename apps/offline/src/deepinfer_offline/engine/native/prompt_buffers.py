@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
+from deepinfer_offline.engine.native.step_memory import FIELDS, StepMemory, aligned
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import CacheGroup, ForwardBatch, HostBatch
+from deepinfer_offline.models.base import ForwardBatch, HostBatch
 from deepinfer_offline.ops.cuda.support import kernels
 from deepinfer_offline.ops.transfers import upload_into
-
-_ALIGN = 4  # int32 elements; what kernels assume of an address is 16 bytes
-_FIELDS = ("query_starts", "seq_lens", "slots", "floors", "write_floors", "logit_rows", "targets")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,25 +29,6 @@ class PromptBucket:
         return self.decodes + self.prompts
 
 
-class PromptMemory:
-    """What steps of all buckets are brought in, int32 on the device; they follow each other, so one is enough.
-
-    Args:
-        groups: of the model's cache.
-        rows: most of a bucket.
-        limit: most positions of a sequence.
-        device: of the model.
-    """
-
-    def __init__(self, groups: Sequence[CacheGroup], rows: int, limit: int, device: str) -> None:
-        self.limit, self.groups = limit, tuple(groups)
-        self.columns = [1 if group.kind == "state" else -(-limit // group.block_size) for group in groups]
-        size = rows * sum(self.columns)
-        self.tables = torch.zeros(size + _ALIGN * len(groups), dtype=torch.int32, device=device)
-        fields = (len(_FIELDS) + 1) * _up(rows + 1) + _up(len(groups))
-        self.packed = torch.zeros(fields + size, dtype=torch.int32, device=device)
-
-
 @dataclass(frozen=True, slots=True)
 class PromptBuffers:
     """The part of the memory that one bucket uses. Rows of one token come first, padded with empty ones, then the others.
@@ -63,35 +42,21 @@ class PromptBuffers:
     """
 
     bucket: PromptBucket
-    memory: PromptMemory
+    memory: StepMemory
     fields: Mapping[str, torch.Tensor]
     layout: torch.Tensor
     tables: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, memory: PromptMemory, bucket: PromptBucket) -> PromptBuffers:
+    def of(cls, memory: StepMemory, bucket: PromptBucket) -> PromptBuffers:
         """Views of the memory."""
         rows, at, fields = bucket.rows, 0, {}
-        sizes = {name: rows + (name == "query_starts") for name in _FIELDS} | {"widths": len(memory.groups)}
+        sizes = {name: rows + (name == "query_starts") for name in FIELDS} | {"widths": len(memory.groups)}
         for name, size in sizes.items():
             fields[name] = memory.packed[at : at + size]
-            at += _up(size)
+            at += aligned(size)
         fields["given"] = memory.packed[at:]
-        starts, at = [], 0
-        for columns in memory.columns:
-            starts.append(at)
-            at += _up(rows * columns)
-        layout = list(zip(starts, memory.columns, strict=True))
-        return cls(
-            bucket,
-            memory,
-            fields,
-            torch.tensor(layout, dtype=torch.int32, device=memory.packed.device),
-            {
-                group.name: memory.tables[start : start + rows * columns].view(rows, columns)
-                for group, (start, columns) in zip(memory.groups, layout, strict=True)
-            },
-        )
+        return cls(bucket, memory, fields, memory.layout(memory.limit), memory.views(rows, memory.limit))
 
     def fill(self, inputs: StepInputs, tokens: TokenBuffer) -> None:
         """Bring a step's inputs; the next call of `batch`, or a replay of it, reads them."""
@@ -105,8 +70,8 @@ class PromptBuffers:
             _padded(tokens.flat_index(samples.slots, samples.positions), rows, tokens.scratch),
             np.array([table.shape[1] for table in tables], np.int32),
         ]
-        aligned = [_padded(column, _up(len(column)), 0) for column in columns]
-        upload_into(self.memory.packed, [*aligned, *tables])
+        padded = [_padded(column, aligned(len(column)), 0) for column in columns]
+        upload_into(self.memory.packed, [*padded, *tables])
 
     def batch(self, tokens: TokenBuffer) -> ForwardBatch:
         """The step. Its tokens past the last row are position 0 of nobody."""
@@ -168,7 +133,3 @@ def _padded(values: np.ndarray, size: int, filler: int) -> np.ndarray:
     found = np.full(size, filler, np.int32)
     found[: len(values)] = values
     return found
-
-
-def _up(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN

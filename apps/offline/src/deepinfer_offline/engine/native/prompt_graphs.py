@@ -18,8 +18,9 @@ import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
 from deepinfer_offline.engine.native.capture import Recorder
-from deepinfer_offline.engine.native.prompt_buffers import PromptBucket, PromptBuffers, PromptMemory
+from deepinfer_offline.engine.native.prompt_buffers import PromptBucket, PromptBuffers
 from deepinfer_offline.engine.native.replayed import Replayed
+from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.models.base import HostBatch, Model
 from deepinfer_offline.ops.cuda.support import kernels
@@ -70,9 +71,13 @@ class PromptBuckets:
 
 @dataclass(slots=True)
 class _Prepared:
-    """A bucket that has occurred: its buffers, and from the second time on a graph and the hidden states that it leaves."""
+    """A bucket that has occurred: its buffers, and from the second time on a graph and the hidden states that it leaves.
+
+    Whether it could be captured is tried once.
+    """
 
     buffers: PromptBuffers
+    tried: bool = False
     graph: torch.cuda.CUDAGraph | None = None
     hidden: torch.Tensor | None = None
 
@@ -85,15 +90,14 @@ class PromptGraphs:
         cache: of the model.
         tokens: the token buffer.
         recorder: records graphs.
+        memory: where they find their inputs; it holds twice `max_running` rows.
     """
 
-    def __init__(self, model: Model, cache: Any, tokens: TokenBuffer, recorder: Recorder) -> None:
+    def __init__(self, model: Model, cache: Any, tokens: TokenBuffer, recorder: Recorder, memory: StepMemory) -> None:
         options = model.options
         self._model, self._cache, self._tokens, self._recorder = model, cache, tokens, recorder
         self._buckets = PromptBuckets(options.max_running, options.max_step_tokens)
-        self._memory = PromptMemory(
-            model.facts.cache_groups, 2 * options.max_running, options.max_model_len, options.device
-        )
+        self._memory = memory
         self._prepared: dict[PromptBucket, _Prepared] = {}
 
     @property
@@ -114,9 +118,9 @@ class PromptGraphs:
         again = found is not None
         if found is None:
             found = self._prepared[bucket] = _Prepared(PromptBuffers.of(self._memory, bucket))
-        if again and found.graph is None and len(self._prepared) <= _MOST:
-            self._capture(found)
         found.buffers.fill(inputs, self._tokens)
+        if again and not found.tried and len(self._prepared) <= _MOST:
+            self._capture(found)
         if found.graph is None or found.hidden is None:
             return self._drawn(found, self._forward(found.buffers), draws)
         found.graph.replay()
@@ -134,7 +138,7 @@ class PromptGraphs:
         return Replayed(logits, kernels().argmax(logits, flat=self._tokens.flat, where=where))
 
     def _capture(self, found: _Prepared) -> None:
-        start = time.perf_counter()
+        found.tried, start = True, time.perf_counter()
         recorded = self._recorder.record(lambda: self._forward(found.buffers), warm_ups=0)
         if recorded is None:
             return

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Overwritten by the next captured step, in the order of the stream.
+    """Overwritten by the next captured step, in the order of the stream: all captured steps work in the same memory.
 
     Attributes:
         logits: float32 [n, vocab], of the rows that draw; None if there are none.

@@ -143,13 +143,19 @@ class ModelRunner:
         self.ahead: AheadSteps | None = None  # for plans that say so; given by whoever plans them
         self._prompt_logprobs: dict[int, tuple[int, int]] = {}
         self._moves: list[Future[Any]] = []
+        self._clock: StepClock | None = None  # of the step that was enqueued last
         self._worker = _make_worker(options.device, threads)
-        columns = options.max_model_len + 1 + max_drafts
+        columns = token_columns(options.max_model_len, max_drafts)
         # Made in the worker too: every other thread that ever ran a parallel torch operation keeps a team of kernel
         # threads, and OpenMP cuts the spinning of all teams short when they outnumber the processors.
         self.tokens = self._worker.submit(lambda: TokenBuffer(options.max_running, columns, options.device)).result()
         self.cache: Any = self._worker.submit(lambda: model.allocate_cache(num_blocks)).result()
         self._graphs = make_graphs(model, self.cache, self.tokens)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that captured steps have or may take; 0 where none is captured."""
+        return 0 if self._graphs is None else self._graphs.num_bytes
 
     # --- sequences -------------------------------------------------------------------------------------------
 
@@ -246,7 +252,7 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None, moves: Sequence[Future[Any]] = ()
     ) -> _Enqueued:
-        clock = StepClock(self.model.options.device)
+        clock = self._clock = StepClock(self.model.options.device, self._clock)
         for done in moves:
             done.result()
         captured = self._graphs.run(inputs) if self._graphs is not None else None
@@ -259,7 +265,7 @@ class ModelRunner:
         else:
             drawn = self._draw(plan, inputs.samples, captured.logits, masks, captured.likeliest)
         verified = self._verified(plan, inputs.samples, drawn) if drawn is not None and plan.drafts.any() else None
-        ids = Download([] if drawn is None or verified is not None else [drawn.ids])
+        ids = Download([] if drawn is None or verified is not None else [drawn.ids], clock)
         logprobs = LogprobsDownload(None if drawn is None else drawn.logprobs)
         clock.stop()
         return _Enqueued(plan, inputs.samples, verified, ids, logprobs, prompts, clock)
@@ -315,6 +321,11 @@ class ModelRunner:
     def _check(self, future: Future[Any]) -> None:
         if future.done():  # an inline worker: raise here instead of losing the error
             future.result()
+
+
+def token_columns(max_model_len: int, max_drafts: int) -> int:
+    """Positions that the token buffer keeps of a sequence."""
+    return max_model_len + 1 + max_drafts
 
 
 def _make_worker(device: str, threads: int) -> Worker:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
+from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import CacheGroup, ForwardBatch, HostBatch
+from deepinfer_offline.models.base import ForwardBatch, HostBatch
 from deepinfer_offline.ops.cuda.support import kernels
 from deepinfer_offline.ops.transfers import upload_into
-
-_ALIGN = 4  # int32 elements; what kernels assume of a table's address is 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +23,9 @@ class StepBuffers:
     Attributes:
         rows: of the bucket.
         limit: most positions of a sequence.
-        packed: what a step copies, see `deepinfer_kernels_cuda.step_inputs`.
-        flat_tables: all block tables, one after the other.
-        layout: [groups, 2], where each begins and its columns.
-        tables: the same memory by cache group, [rows, columns].
+        memory: where what a step copies lies, see `deepinfer_kernels_cuda.step_inputs`, and its tables.
+        layout: [groups, 2], where each table begins and its columns.
+        tables: by cache group, [rows, columns].
         zeros: [rows].
         query_starts: [rows + 1], 0, 1, ...
         logit_rows: int64 [rows], 0, 1, ...
@@ -35,8 +33,7 @@ class StepBuffers:
 
     rows: int
     limit: int
-    packed: torch.Tensor
-    flat_tables: torch.Tensor
+    memory: StepMemory
     layout: torch.Tensor
     tables: Mapping[str, torch.Tensor]
     zeros: torch.Tensor
@@ -44,28 +41,23 @@ class StepBuffers:
     logit_rows: torch.Tensor
 
     @classmethod
-    def of(cls, groups: Sequence[CacheGroup], rows: int, limit: int, device: str | torch.device) -> StepBuffers:
-        """Buffers of a step that pads all its rows, until `fill`."""
-        columns = [1 if group.kind == "state" else -(-limit // group.block_size) for group in groups]
-        starts, size = [], 0
-        for count in columns:
-            starts.append(size)
-            size += -(-rows * count // _ALIGN) * _ALIGN
-        flat = torch.zeros(size, dtype=torch.int32, device=device)
+    def of(cls, memory: StepMemory, rows: int, limit: int) -> StepBuffers:
+        """Views of the memory."""
+        device = memory.packed.device
         return cls(
             rows=rows,
             limit=limit,
-            packed=torch.zeros(1 + len(groups) + rows * (4 + sum(columns)), dtype=torch.int32, device=device),
-            flat_tables=flat,
-            layout=torch.tensor(list(zip(starts, columns, strict=True)), dtype=torch.int32, device=device),
-            tables={
-                group.name: flat[start : start + rows * count].view(rows, count)
-                for group, start, count in zip(groups, starts, columns, strict=True)
-            },
+            memory=memory,
+            layout=memory.layout(limit),
+            tables=memory.views(rows, limit),
             zeros=torch.zeros(rows, dtype=torch.int32, device=device),
             query_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
             logit_rows=torch.arange(rows, device=device),
         )
+
+    def clear(self) -> None:
+        """Make it a step that pads all its rows, whatever was brought before."""
+        self.memory.packed[: 1 + len(self.tables)].zero_()
 
     def fill(self, inputs: StepInputs) -> None:
         """Bring a step's inputs; the next call of `batch`, or a replay of it, reads them."""
@@ -73,12 +65,12 @@ class StepBuffers:
         tables = [host.block_tables[name] for name in self.tables]
         head = np.array([host.num_rows, *(table.shape[1] for table in tables)], np.int32)
         places = inputs.token_index
-        upload_into(self.packed, [head, host.slots, host.seq_lens, places, places + 1, *tables])
+        upload_into(self.memory.packed, [head, host.slots, host.seq_lens, places, places + 1, *tables])
 
     def batch(self, tokens: TokenBuffer) -> tuple[ForwardBatch, torch.Tensor]:
         """The step, and int32 [rows] places in the flat token buffer of what it draws."""
         unpacked = kernels().step_inputs(
-            self.packed, tokens.flat, self.flat_tables, self.layout, rows=self.rows, scratch=tokens.scratch
+            self.memory.packed, tokens.flat, self.memory.tables, self.layout, rows=self.rows, scratch=tokens.scratch
         )
         slots, seq_lens, target = unpacked.header
         batch = ForwardBatch(

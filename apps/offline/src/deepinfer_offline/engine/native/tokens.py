@@ -26,6 +26,11 @@ class TokenBuffer:
         self.flat = torch.zeros(self.scratch + 1, dtype=torch.int32, device=device)
         self.data = self.flat[: self.scratch].view(max_running, capacity)
 
+    @staticmethod
+    def num_bytes(max_running: int, capacity: int) -> int:
+        """What such a buffer takes."""
+        return torch.int32.itemsize * (max_running * capacity + 1)
+
     def write(self, slot: int, position: int, token_ids: Sequence[int] | np.ndarray) -> None:
         """Put ids at `position` and after. Raises ValueError if they do not fit."""
         self.write_rows([(slot, position, np.asarray(token_ids, np.int32))])

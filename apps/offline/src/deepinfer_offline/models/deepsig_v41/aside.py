@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-_MOST_ROWS = 256  # above, a kernel fills the chip and a second one only takes turns with it
+ASIDE_ROWS = 256
+"""Most rows of a branch: above, a kernel fills the chip and a second one only takes turns with it."""
 
 
 class Aside:
@@ -33,7 +34,7 @@ class Aside:
     @contextmanager
     def fork(self, rows: int) -> Generator[None]:
         """What is enqueued in here may run beside what follows, until `join`."""
-        if not self.enabled or rows > _MOST_ROWS:
+        if not self.enabled or rows > ASIDE_ROWS:
             yield
             return
         self.join()  # a step that failed left its branch open

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 from deepinfer_offline.models.base import ModelOptions
+from deepinfer_offline.models.deepsig_v41.aside import ASIDE_ROWS
 from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.layout import TensorSpec, checkpoint_specs
 from deepinfer_offline.models.deepsig_v41.schedule import Schedule
 
 DENSE_EXPERTS_LIMIT = 8 << 30  # bytes; packed experts beyond this stay FP4 and are unpacked when used
+
+_EXPERT_ROWS = 8  # most rows that pad those of an expert
 
 _FLOAT32_PARTS = (".gate.weight", ".gate.bias", ".attn_sink", "head.weight", ".confidence_head.proj.weight")
 
@@ -47,14 +50,27 @@ def dense_weight_bytes(config: V41Config, schedule: Schedule, dtype: torch.dtype
 
 def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
     """Peak bytes of one step beside weights and cache: streams and projections of every row, scores of one slab."""
-    rows = options.max_step_tokens
+    return _row_bytes(config, options, options.max_step_tokens, 2) + 4 * 4 * (1 << 24)
+
+
+def graph_bytes(config: V41Config, options: ModelOptions) -> tuple[int, int]:
+    """Peak bytes of the largest captured step, one of decode rows alone, and the part of it that `Aside` uses; 0 off CUDA."""
+    if torch.device(options.device).type != "cuda":
+        return 0, 0
+    rows = min(options.max_running, ASIDE_ROWS)
+    entries = min(options.max_model_len, 1 << 17)
+    aside = rows * 4 * (entries + 4 * config.moe_intermediate_size + config.hidden_size)
+    padding = _EXPERT_ROWS * config.n_routed_experts * 2 * (config.hidden_size + config.moe_intermediate_size)
+    return _row_bytes(config, options, options.max_running, 4) + padding + aside, aside
+
+
+def _row_bytes(config: V41Config, options: ModelOptions, rows: int, per_entry: int) -> int:
+    """Streams, projections, scores (`per_entry` bytes of each) and logits of a step of so many tokens."""
     wide = max(
         config.num_attention_heads * config.head_dim,
         2 * config.moe_intermediate_size * config.num_experts_per_tok,
         config.index_n_heads * config.index_head_dim,
     )
     per_row = 4 * (3 * config.hc_mult * config.hidden_size + 4 * wide + 4 * config.hidden_size)
-    masks = rows * min(
-        options.max_model_len, 1 << 17
-    )  # a byte an entry and row; only one sequence is that long at once
-    return rows * per_row + 2 * masks + 4 * 4 * (1 << 24) + 4 * config.vocab_size * options.max_running
+    entries = rows * min(options.max_model_len, 1 << 17)  # only one sequence is longer at once
+    return rows * per_row + per_entry * entries + 4 * config.vocab_size * options.max_running

@@ -22,7 +22,7 @@ from deepinfer_offline.models.deepsig_v41.draft import Draft
 from deepinfer_offline.models.deepsig_v41.engram import EngramHash
 from deepinfer_offline.models.deepsig_v41.layers import choose_layers, layer_notes, pack_experts, packs_experts
 from deepinfer_offline.models.deepsig_v41.loader import TensorReader, WeightLoader
-from deepinfer_offline.models.deepsig_v41.memory import dense_weight_bytes, keeps_fp4, workspace_bytes
+from deepinfer_offline.models.deepsig_v41.memory import dense_weight_bytes, graph_bytes, keeps_fp4, workspace_bytes
 from deepinfer_offline.models.deepsig_v41.replay import DECODER_REPLAYS, DecoderReplay
 from deepinfer_offline.models.deepsig_v41.schedule import Schedule, plan_layers
 from deepinfer_offline.models.deepsig_v41.stage import Frequencies
@@ -252,6 +252,7 @@ def _capture_limit(longest: int) -> int:
 
 def facts_of(parts: V41Parts, options: ModelOptions) -> ModelFacts:
     config = parts.config
+    graphs, branch = graph_bytes(config, options)
     return ModelFacts(
         model_type=config.model_type,
         vocab_size=config.vocab_size,
@@ -261,4 +262,6 @@ def facts_of(parts: V41Parts, options: ModelOptions) -> ModelFacts:
         cache_groups=parts.spec.groups(),
         checkpoint_dtype=config.dtype,
         image_token_id=config.image_token_id,
+        graph_bytes=graphs,
+        graph_branch_bytes=branch,
     )

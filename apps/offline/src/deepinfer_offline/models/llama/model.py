@@ -162,8 +162,11 @@ class LlamaModel:
             weights += config.vocab_size * config.hidden_size * size  # packed again as the output head
         tokens, rows = options.max_step_tokens, options.max_running
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
-        copies = 2 if torch.device(options.device).type == "cuda" else 1  # captured steps have memory of their own
-        workspace = copies * tokens * widths * size + rows * config.vocab_size * (4 + size) * 2
+        on_cuda = torch.device(options.device).type == "cuda"
+        logits = rows * config.vocab_size * (4 + size)
+        workspace = tokens * widths * size + 2 * logits
+        # Of captured steps those with prompts leave logits out, and others have no more tokens than rows.
+        graphs = max(tokens * widths * size, rows * widths * size + logits)
         shape = attention_shape(config, options)
         block_bytes = shape.block_bytes * config.num_layers
         if options.draft is not None:
@@ -172,7 +175,14 @@ class LlamaModel:
             weights += draft_weight_bytes(draft, options)
         group = CacheGroup(GROUP, "prefix", options.block_size, block_bytes)
         return ModelFacts(
-            config.model_type, config.vocab_size, config.max_positions, weights, workspace, (group,), config.dtype
+            config.model_type,
+            config.vocab_size,
+            config.max_positions,
+            weights,
+            workspace,
+            (group,),
+            config.dtype,
+            graph_bytes=graphs if on_cuda and options.draft is None else 0,
         )
 
 

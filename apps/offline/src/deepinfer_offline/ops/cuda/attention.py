@@ -106,12 +106,15 @@ class CudaAttention:
         )
         longest = longest if host.num_decodes < host.num_rows else 0
         pieces, cut = self._cut(batch, longest)
+        numbers = batch.query_starts[:-1]  # of rows of one token each: a launch less
+        if longest:
+            numbers = torch.arange(host.num_rows, dtype=torch.int32, device=table.device)
         return _Prepared(
             rope=rope,
             positions=batch.positions,
             slots=slots,
             table=table,
-            rows=torch.arange(host.num_rows, dtype=torch.int32, device=table.device),
+            rows=numbers,
             query_starts=batch.query_starts,
             seq_lens=batch.seq_lens,
             decodes=host.num_decodes,
