@@ -88,6 +88,13 @@ def test_the_budget_is_ours_and_goes_where_the_machine_is_cheap(told):
     assert report["budget"] <= 18 * report["steps"]
 
 
+def test_budgets_are_made_from_survivals_two_steps_old(told):
+    """Every forecast is that of the drafter's confidences, scaled and multiplied here; 1e-4 is float32, over up to 24 drafts."""
+    forecasts = told["dip"]["forecasts"]
+    assert forecasts["from_blocks"] > 30
+    assert forecasts["worst"] < 1e-4
+
+
 def test_a_rank_that_does_not_lead_takes_what_the_first_one_says(told):
     assert told["follower"] == {"tokens_of_5_cost": 3.0, "temperatures": [1.5, 1.25, 2.0, 1.0]}
 
@@ -319,6 +326,38 @@ def follow(manager):
     return {"tokens_of_5_cost": float(prices), "temperatures": manager._temperatures.tolist()}
 
 
+def watch_forecasts(manager):
+    """Compares from now on what budgets are made from with what the drafter gave until two steps before."""
+    temperatures, first, given = np.array(manager._calibrator.temperatures), manager._step, []
+    seen = {"from_blocks": 0, "worst": 0.0}
+    record, planner = manager.record_confidences, manager._planner
+    budget = planner.budget
+
+    def note(confidences, batch):
+        raw = np.clip(confidences[: batch.num_reqs].double().numpy(), 1e-6, 1.0 - 1e-6)
+        scaled = 1.0 / (1.0 + np.exp(-(np.log(raw) - np.log1p(-raw)) / temperatures))
+        given.append(dict(zip(batch.idx_mapping_np.tolist(), scaled, strict=True)))
+        return record(confidences, batch)
+
+    def compare(step, slots, seconds, rows, counts):
+        old = given[: max(0, step - first - 1)]
+        blocks = [next((b[slot] for b in reversed(old) if slot in b), None) for slot in slots.tolist()]
+        if len(slots) == REQUESTS:  # fewer rows are forecast by several blocks
+            kept = []
+            for block, count in zip(blocks, counts.tolist(), strict=True):
+                sure = 1.0
+                for place in range(count):
+                    sure *= 1.0 if block is None else block[place]
+                    kept.append(sure)
+            own = np.cumsum([0.0, *sorted(kept, reverse=True)])
+            seen["worst"] = max(seen["worst"], float(np.abs(planner.expected(step, slots, counts) - own).max()))
+            seen["from_blocks"] += sum(block is not None for block in blocks)
+        return budget(step, slots, seconds, rows, counts)
+
+    manager.record_confidences, planner.budget = note, compare
+    return seen
+
+
 def main(folder):
     write_models(folder)
     library = prepare_vllm()
@@ -364,12 +403,13 @@ def main(folder):
     manager = runner_of(llm).adaptive_verification
     manager._cudagraph_limit = 32
     manager.set_cost_curves([(1, 1e-3), (8, 1e-3)], DIP)
-    counted = count_drafts(llm)
+    counted, forecasts = count_drafts(llm), watch_forecasts(manager)
     tokens = answer(llm)
     slots = slice(0, 8)
     used = (manager._raw[slots] > 0).all(1)
     found["dip"] = {
         "tokens": tokens, "counted": counted, "report": llm.collective_rpc("speculation_report")[0],
+        "forecasts": forecasts,
         "raw": manager._raw[slots][used].tolist(), "ranked_by": manager._confidence_probs[slots][used].tolist(),
     }  # fmt: skip
     found["follower"] = follow(manager)
