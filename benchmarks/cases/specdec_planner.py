@@ -101,7 +101,7 @@ def ahead(rows: int, width: int, logits: np.ndarray) -> Step:
 
     def step(number: int) -> int:
         planner.record(number, slots, scaling.survival(logits[number % BLOCKS]))
-        seconds = costs.alone(rows) + costs.extra(rows, rows * width)
+        seconds = costs.drafting(rows, rows * width)
         budget = planner.budget(number + 2, slots, seconds, counts=most)
         costs.observe(rows, budget, float(VERIFY.seconds(rows + budget)))
         return budget

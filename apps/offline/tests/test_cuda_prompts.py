@@ -28,6 +28,7 @@ from deepinfer_offline.engine.native import graphs, runner
 from deepinfer_offline.engine.native.batch import StepInputs, device_batch, plan_inputs
 from deepinfer_offline.engine.native.build import build_native
 from deepinfer_offline.engine.native.prompt_buffers import PromptBucket, PromptBuffers
+from deepinfer_offline.engine.native.step_buffers import StepBuffers
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.options import EngineOptions
@@ -64,6 +65,22 @@ PROMPT_STEPS = (
     [(0, 20, False), (7, 11, True)],
     [(5, 1, True), (0, 3, True)],
 )
+
+
+def test_a_cleared_decode_step_writes_where_nobody_reads() -> None:
+    """It runs before its capture, behind a step that left the blocks of live sequences in the tables that all steps share."""
+    groups = [CacheGroup("window", "prefix", 4, 64), CacheGroup("state", "state", 1, 64)]
+    memory, tokens = StepMemory(groups, 6, 16, "cpu"), TokenBuffer(3, 17, "cpu")
+    memory.packed.fill_(7)
+    memory.tables.fill_(7)
+    buffers = StepBuffers.of(memory, 3, 16)
+    buffers.clear()
+    batch, target = buffers.batch(tokens)
+    assert batch.seq_lens.tolist() == [1, 1, 1]
+    assert batch.positions.tolist() == [0, 0, 0]
+    for name in ("window", "state"):
+        assert batch.block_tables[name][:, 0].tolist() == [0, 0, 0], name
+    assert target.tolist() == [tokens.scratch] * 3
 
 
 def test_a_packed_step_with_prompts_is_the_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +87,7 @@ class StepCosts:
         self._extra_seen: dict[int, tuple[int, int]] = {}  # load -> measurements, step of the last one
         self._host = Typical()
         self._kept: dict[
-            tuple[int, int], tuple[int, NDArray[np.float64]]
+            tuple[int, int, bool], tuple[int, NDArray[np.float64]]
         ] = {}  # answers, and the steps they are good until
 
     @property
@@ -155,11 +156,21 @@ class StepCosts:
         """float64 [most + 1], seconds from one synchronous step to the next with 0..most drafts. Not to be written: the more
         steps were measured, the longer the answer is kept, since one more hardly moves a price.
         """
-        kept = self._kept.get((rows, most))
+        return self._keep(
+            (rows, most, True), lambda: self.alone(rows) + self.extra(rows, most) + self.host_seconds(rows)
+        )
+
+    def drafting(self, rows: int, most: int) -> NDArray[np.float64]:
+        """float64 [most + 1], seconds of a step with 0..most drafts, without the time between two. Kept and not to be written,
+        as `synchronous` has it.
+        """
+        return self._keep((rows, most, False), lambda: self.alone(rows) + self.extra(rows, most))
+
+    def _keep(self, key: tuple[int, int, bool], make: Callable[[], NDArray[np.float64]]) -> NDArray[np.float64]:
+        kept = self._kept.get(key)
         if kept is None or self._step >= kept[0]:
-            seconds = self.alone(rows) + self.extra(rows, most) + self.host_seconds(rows)
-            good_for = min(_KEPT, self._extra_seen.get(load_of(rows), _NEVER)[0] // _KEPT)
-            kept = self._kept[rows, most] = self._step + good_for, seconds
+            good_for = min(_KEPT, self._extra_seen.get(load_of(key[0]), _NEVER)[0] // _KEPT)
+            kept = self._kept[key] = self._step + good_for, make()
         return kept[1]
 
     def fixed_share(self, rows: int) -> float:

@@ -85,7 +85,7 @@ class AheadDrafts:
 
     def seconds(self, rows: int) -> np.ndarray:
         """float64 [n + 1], what steps of these rows take that verify 0 to all of the drafts they may have."""
-        return self.costs.alone(rows) + self.costs.extra(rows, rows * self._drafter.max_draft)
+        return self.costs.drafting(rows, rows * self._drafter.max_draft)
 
     def learn(
         self, result: StepResult, rows: int, seconds: float, saved: float, switch: SpeculationSwitch | None

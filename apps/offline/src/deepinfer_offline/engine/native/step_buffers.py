@@ -56,8 +56,14 @@ class StepBuffers:
         )
 
     def clear(self) -> None:
-        """Make it a step that pads all its rows, whatever was brought before."""
-        self.memory.packed[: 1 + len(self.tables)].zero_()
+        """Make it a step that pads all its rows, whatever was brought before.
+
+        Its tables are a column wide: a row that pads writes where its first entry says, and that is what another step left
+        there unless it is brought.
+        """
+        head = self.memory.packed[: 1 + len(self.tables)]
+        head.fill_(1)
+        head[:1].zero_()
 
     def fill(self, inputs: StepInputs) -> None:
         """Bring a step's inputs; the next call of `batch`, or a replay of it, reads them."""
