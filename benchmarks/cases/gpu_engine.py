@@ -165,9 +165,15 @@ def measure_prompts(step_tokens: int, count: int) -> dict[str, Any]:
 
 
 def check_tokens(layers: int) -> dict[str, Any]:
-    """Greedy answers in float32 with and without the kernels."""
+    """Greedy answers in float32 with and without the kernels; of all lengths, so that steps of many sizes are captured between
+    others.
+    """
     config = SMOLLM2 | {"num_hidden_layers": layers}
-    requests = make_requests(48, 70, 40, config["vocab_size"])
+    rng, requests = np.random.default_rng(0), []
+    for number in range(48):
+        prompt = rng.integers(10, config["vocab_size"], 1 + 97 * number % 140).tolist()
+        wanted = SamplingParams(temperature=0, max_tokens=8 + 29 * number % 64, ignore_eos=True)
+        requests.append(Request(f"r{number}", prompt, wanted))
     fast, slow = (
         build(config, portable=portable, dtype="float32", max_running=16, max_tokens_per_step=256, kv_memory=1 << 30)
         for portable in (False, True)

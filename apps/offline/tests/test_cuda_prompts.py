@@ -192,6 +192,8 @@ class Repeats:
         if self.most == 0:
             return None
         self.most -= 1
+        for _ in range(warm_ups):
+            work()
         kept = [tensor.clone() for tensor in self.before()]
         found = work()
         for tensor, value in zip(self.before(), kept, strict=True):
