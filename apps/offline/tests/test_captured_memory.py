@@ -1,4 +1,4 @@
-"""Memory of captured steps, as far as a CPU can show it: one room, inputs that take turns, and the plan that has both."""
+"""Memory of captured steps, as far as a CPU can show it: one room, inputs that all share, and the plan that has both."""
 
 from __future__ import annotations
 

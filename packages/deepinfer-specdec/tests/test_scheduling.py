@@ -1,4 +1,4 @@
-"""Cost curves, admission, budgets, relay, planner and calibration."""
+"""Cost curves, admission, budgets, bounds of the simulator and calibration."""
 
 from __future__ import annotations
 

@@ -425,6 +425,7 @@ __device__ __forceinline__ void finish_mixes(u32 shared, Barriers bars, Mail mai
 // Rows of every other tile. A warp has two tiles: while the squares of one come it takes the rows of the next.
 __device__ __forceinline__ void normalise(u32 shared, Barriers bars, Mail mail, Tiles tiles, int lane, u32 rank, int turn, u8* x,
                                           float norm_eps) {
+    barrier_wait(bars.constants(GROUPS), 0);  // the weight is there, long since: what a bulk copy brought is seen by who waits
     constexpr int CHUNKS = 4 * GROUPS;  // of 16 bytes of a row
     // Which of four tokens a thread's k-th chunk is of.
     const auto token_of = [](int k, int lane) {

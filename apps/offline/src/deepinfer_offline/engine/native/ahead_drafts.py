@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from deepinfer_offline.engine.native.answer import Answer
     from deepinfer_offline.engine.native.dspark import DSparkDrafter
-    from deepinfer_offline.engine.native.following import Following
     from deepinfer_offline.engine.native.results import StepResult
 
 LAG = 2  # steps between the block that a budget looks at last, and the step it is for
@@ -102,12 +101,12 @@ class AheadDrafts:
         drafts = int(result.verified.sum())
         self.costs.observe(rows, drafts, seconds)
         self.plain.pass_drafts(rows)
-        if switch is not None:
+        if switch is not None and self.plain.known:
             expected = float(self.seconds(rows)[drafts])
             without = (rows + saved) * self.plain.ahead(rows) / rows
             switch.measure(without, min(seconds, _OUTLIER * expected))
 
-    def landed(self, result: StepResult, following: Following, answers: Mapping[int, Answer]) -> None:
+    def landed(self, result: StepResult, answers: Mapping[int, Answer]) -> None:
         """A step's results were applied: settle the blocks it verified, remember the ones it drafted."""
         plan, drafted = result.plan, result.drafted
         self._applied = plan.step
@@ -116,8 +115,6 @@ class AheadDrafts:
         ids = plan.seq_ids[drafted.plan_rows]
         live = np.array([seq_id in answers for seq_id in ids.tolist()], bool)
         live &= self._scheduler.state.seq_ids[plan.slots[drafted.plan_rows]] == ids
-        rows = [answers[seq_id] for seq_id in ids[live].tolist()]
-        following.tell(rows)
         self._drafter.guess(ids[live].tolist(), drafted.token_ids[live], drafted.confidence[live])
         slots = plan.slots[drafted.plan_rows][live]
         self._meet(slots)

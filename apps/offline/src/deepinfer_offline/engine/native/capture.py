@@ -88,6 +88,7 @@ class Recorder:
             for _ in range(warm_ups):
                 work()
             self._stream.synchronize()
+            torch.cuda.empty_cache()  # what warm-ups leave is of no other stream's use, and torch frees nothing in a capture
             graph = torch.cuda.CUDAGraph()
             with self._counted():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

@@ -134,7 +134,8 @@ class StepGraphs:
         memory = StepMemory(groups, rows, options.max_model_len, options.device)
         branch = model.facts.graph_branch_bytes
         recorder = Recorder(options.device, model.facts.graph_bytes - branch, branch)
-        self.num_bytes = recorder.limit + StepMemory.num_bytes(groups, rows, options.max_model_len)
+        room = 0 if recorder.full else recorder.limit
+        self.num_bytes = room + StepMemory.num_bytes(groups, rows, options.max_model_len)
         self.decodes = DecodeGraphs(model, cache, tokens, recorder, memory)
         takes_prompts = isinstance(model, CapturesPrompts) and model.captures_prompts
         self.prompts = PromptGraphs(model, cache, tokens, recorder, memory) if takes_prompts else None

@@ -127,7 +127,7 @@ class Speculation:
         self._forced, self._fixed = True, length
         if drafter is not None:
             self._following, self._ahead = Following(drafter), None
-            self._hopes, self._judged = Hopes(), None
+            self._hopes, self._judged, self._proposal = Hopes(), None, None
 
     @property
     def synchronous(self) -> bool:
@@ -185,8 +185,9 @@ class Speculation:
             self._urgent = _URGENT
         self._following.hear(result)
         if self._ahead is not None:
-            self._ahead.landed(result, self._following, answers)
+            self._ahead.landed(result, answers)
         if not decodes:
+            self._proposal = self._judged = None
             return
         self.account.steps[on] += 1
         drafts_itself = plan.ahead is not None and plan.ahead.width > 0
