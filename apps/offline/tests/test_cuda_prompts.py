@@ -181,6 +181,7 @@ class Repeats:
 
     replays = tries = 0
     most = 1000  # graphs that there is memory for
+    full = False
 
     def __init__(self, _device: str, room: int, beside: int) -> None:
         self.limit = room + beside
