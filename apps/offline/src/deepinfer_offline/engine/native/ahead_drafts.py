@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.results import StepResult
 
 LAG = 2  # steps between the block that a budget looks at last, and the step it is for
+OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
 
 _FIRST_GUESS = 0.25  # of a row's cost: what a draft costs before any was verified, where steps are bound by memory
-_OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
 
 
 class AheadDrafts:
@@ -104,7 +104,7 @@ class AheadDrafts:
         if switch is not None and self.plain.known:
             expected = float(self.seconds(rows)[drafts])
             without = (rows + saved) * self.plain.ahead(rows) / rows
-            switch.measure(without, min(seconds, _OUTLIER * expected))
+            switch.measure(without, min(seconds, OUTLIER * expected))
 
     def landed(self, result: StepResult, answers: Mapping[int, Answer]) -> None:
         """A step's results were applied: settle the blocks it verified, remember the ones it drafted."""

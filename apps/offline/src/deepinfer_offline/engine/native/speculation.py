@@ -28,6 +28,7 @@ from deepinfer_specdec.scheduling.hopes import Hopes
 from deepinfer_specdec.scheduling.switch import LoadSwitches
 from deepinfer_specdec.scheduling.worth import scaled_tokens, token_worth, worthless_below
 
+from deepinfer_offline.engine.native.ahead_drafts import OUTLIER
 from deepinfer_offline.engine.native.following import Following
 from deepinfer_offline.engine.native.grammar_drafts import within_grammars
 from deepinfer_offline.engine.native.paces import Paces
@@ -51,7 +52,6 @@ _YOUNG = 4  # tokens before which an answer does not show whether it repeats any
 _PROBED_ROWS = 8  # rows drafted at once while off
 _PROBED_TOKENS = 1024  # that the drafter is told at once then, about 2 ms
 _TRIAL_AFTER = 6  # decode steps
-_OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class Speculation:
         if drafts:
             if typical:
                 without = (rows + self._hope) * plain / rows
-                self._switches.current.measure(without, min(passed, _OUTLIER * self._expected))
+                self._switches.current.measure(without, min(passed, OUTLIER * self._expected))
         else:
             self._switches.current.wait(float(self._costs.synchronous(rows, 0)[0]) / plain - 1.0)
 
