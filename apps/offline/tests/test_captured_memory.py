@@ -20,6 +20,7 @@ from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.models.base import CacheGroup, ModelOptions
 from deepinfer_offline.models.deepsig_v41.model import DeepSigV41Model
 from deepinfer_offline.models.llama.model import LlamaModel
+from deepinfer_offline.ops.cuda import support
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -237,14 +238,48 @@ def test_llama_says_what_its_captured_steps_need(running: int, step_tokens: int)
     assert LlamaModel.describe(LLAMA, replace(options, device="cpu")).graph_bytes == 0
 
 
+V41: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "v41-slice" / "config.json").read_text())
+V41_OPTIONS = ModelOptions("cuda:0", torch.bfloat16, 1 << 16, 300, 16384, 64)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel runs on every CUDA device."""
+    monkeypatch.setattr(support, "reason", lambda _op, device, _dtype: None if device == "cuda:0" else "no CUDA device")
+
+
+@pytest.mark.usefixtures("served")
 def test_v41_says_what_its_captured_steps_need() -> None:
     """Decode steps alone are captured: their rows, not a step's tokens, and scores of the longest sequence for each."""
-    raw = json.loads((Path(__file__).parent / "data" / "v41-slice" / "config.json").read_text())
-    options = ModelOptions("cuda:0", torch.bfloat16, 1 << 16, 300, 16384, 64)
-    facts = DeepSigV41Model.describe(raw, options)
-    few = DeepSigV41Model.describe(raw, replace(options, max_step_tokens=300))
-    vocab = raw["text_config"]["vocab_size"]
+    facts = DeepSigV41Model.describe(V41, V41_OPTIONS)
+    few = DeepSigV41Model.describe(V41, replace(V41_OPTIONS, max_step_tokens=300))
+    vocab = V41["text_config"]["vocab_size"]
     assert facts.graph_bytes == few.graph_bytes > 300 * 4 * (vocab + (1 << 16))
     assert facts.graph_bytes < facts.workspace_bytes / 8
     assert 256 * 4 * (1 << 16) < facts.graph_branch_bytes < facts.graph_bytes / 2, "up to 256 rows have a branch"
-    assert DeepSigV41Model.describe(raw, replace(options, device="cpu")).graph_bytes == 0
+
+
+@pytest.mark.usefixtures("served")
+def test_v41_plans_no_captured_steps_where_none_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read packed FP4 experts, by kernels that take the model's shape: a checkpoint may have others, a device none."""
+    plain = {name: value for name, value in V41.items() if name != "quantization_config"}
+    wide = {**V41, "text_config": {**V41["text_config"], "index_topk": 8192}}
+    for raw in (plain, wide):
+        assert graphs.planned_bytes(DeepSigV41Model, DeepSigV41Model.describe(raw, V41_OPTIONS), V41_OPTIONS) == 0
+    facts = DeepSigV41Model.describe(V41, V41_OPTIONS)
+    assert graphs.planned_bytes(DeepSigV41Model, facts, V41_OPTIONS) > facts.graph_bytes > 0
+    monkeypatch.setattr(support, "reason", lambda *_asked: "no CUDA device answers")
+    assert DeepSigV41Model.describe(V41, V41_OPTIONS).graph_bytes == 0
+
+
+@pytest.mark.usefixtures("served")
+def test_v41_states_packed_experts_where_kernels_read_them() -> None:
+    """Few experts are unpacked at load, but not for kernels that read them packed."""
+    text = {**V41["text_config"], "n_routed_experts": 8, "dspark_n_routed_experts": 8}
+    raw = {**V41, "text_config": text}
+    on_cuda, on_cpu = (
+        DeepSigV41Model.describe(raw, replace(V41_OPTIONS, device=device)).weight_bytes for device in ("cuda:0", "cpu")
+    )
+    stages = text["num_hidden_layers"] + text["num_nextn_predict_layers"]
+    values = 3 * text["hidden_size"] * text["moe_intermediate_size"] * 8 * stages
+    assert on_cpu - on_cuda == values * (2 - 1 / 2 - 1 / 32), "FP4 with a scale for 32 values instead of bfloat16"

@@ -7,6 +7,7 @@ import torch
 from deepinfer_offline.models.base import ModelOptions
 from deepinfer_offline.models.deepsig_v41.aside import ASIDE_ROWS
 from deepinfer_offline.models.deepsig_v41.config import V41Config
+from deepinfer_offline.models.deepsig_v41.layers import packs_experts
 from deepinfer_offline.models.deepsig_v41.layout import TensorSpec, checkpoint_specs
 from deepinfer_offline.models.deepsig_v41.schedule import Schedule
 
@@ -24,9 +25,10 @@ def _experts(config: V41Config, schedule: Schedule) -> int:
     return one * (len(schedule.layers) * config.n_routed_experts + draft)
 
 
-def keeps_fp4(config: V41Config, schedule: Schedule, dtype: torch.dtype) -> bool:
-    """Whether FP4 experts stay packed in memory."""
-    return config.quantised and _experts(config, schedule) * dtype.itemsize > DENSE_EXPERTS_LIMIT
+def keeps_fp4(config: V41Config, schedule: Schedule, options: ModelOptions) -> bool:
+    """Whether FP4 experts stay packed in memory: kernels read them so, and unpacked they would be large."""
+    large = _experts(config, schedule) * options.dtype.itemsize > DENSE_EXPERTS_LIMIT
+    return config.quantised and (large or packs_experts(config, options))
 
 
 def _loaded_bytes(spec: TensorSpec, config: V41Config, dtype: torch.dtype, packed: bool) -> int:
@@ -42,10 +44,10 @@ def _loaded_bytes(spec: TensorSpec, config: V41Config, dtype: torch.dtype, packe
     return spec.count * (4 if in_float32 else dtype.itemsize)
 
 
-def dense_weight_bytes(config: V41Config, schedule: Schedule, dtype: torch.dtype) -> int:
+def dense_weight_bytes(config: V41Config, schedule: Schedule, options: ModelOptions) -> int:
     """Bytes of the loaded weights."""
-    packed = keeps_fp4(config, schedule, dtype)
-    return sum(_loaded_bytes(spec, config, dtype, packed) for spec in checkpoint_specs(config, schedule).values())
+    packed, specs = keeps_fp4(config, schedule, options), checkpoint_specs(config, schedule)
+    return sum(_loaded_bytes(spec, config, options.dtype, packed) for spec in specs.values())
 
 
 def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
@@ -54,8 +56,11 @@ def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
 
 
 def graph_bytes(config: V41Config, options: ModelOptions) -> tuple[int, int]:
-    """Peak bytes of the largest captured step, one of decode rows alone, and the part of it that `Aside` uses; 0 off CUDA."""
-    if torch.device(options.device).type != "cuda":
+    """Peak bytes of the largest captured step, one of decode rows alone, and the part of it that `Aside` uses.
+
+    0 where none is captured: only kernels that read packed experts leave the host no decision.
+    """
+    if not packs_experts(config, options):
         return 0, 0
     rows = min(options.max_running, ASIDE_ROWS)
     entries = min(options.max_model_len, 1 << 17)

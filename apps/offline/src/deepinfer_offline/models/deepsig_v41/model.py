@@ -138,7 +138,7 @@ class DeepSigV41Model:
             parts.schedule,
             dtype=options.dtype,
             device=options.device,
-            keep_fp4=keeps_fp4(parts.config, parts.schedule, options.dtype) or packs_experts(parts.config, options),
+            keep_fp4=keeps_fp4(parts.config, parts.schedule, options),
             pack=partial(pack_experts, dtype=options.dtype) if packs_experts(parts.config, options) else None,
         )
         return cls(parts, loader.load(), options, token_map, decoder_replay)
@@ -257,7 +257,7 @@ def facts_of(parts: V41Parts, options: ModelOptions) -> ModelFacts:
         model_type=config.model_type,
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
-        weight_bytes=dense_weight_bytes(config, parts.schedule, options.dtype),
+        weight_bytes=dense_weight_bytes(config, parts.schedule, options),
         workspace_bytes=workspace_bytes(config, options),
         cache_groups=parts.spec.groups(),
         checkpoint_dtype=config.dtype,
