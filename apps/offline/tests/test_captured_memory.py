@@ -15,7 +15,7 @@ import pytest
 import torch
 from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.engine.native import capture, graphs, memory
-from deepinfer_offline.engine.native.capture import Recorder
+from deepinfer_offline.engine.native.capture import Recorder, ShortOfMemoryError
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.models.base import CacheGroup, ModelOptions
 from deepinfer_offline.models.deepsig_v41.model import DeepSigV41Model
@@ -127,6 +127,36 @@ def test_what_is_wrong_with_a_step_is_not_taken_for_want_of_memory(device: Devic
     assert recorder.record(lambda: work("CUDA error: out of memory"), warm_ups=0) is None
     assert not recorder.full
     assert device.share == 1.0
+
+
+def test_a_device_without_memory_for_the_step_itself_is_no_fault_of_the_graph(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Warm-ups may take all that the device has, and where that is not enough nothing was tried of a graph."""
+    recorder, left = Recorder("cuda:0", 300), [0, 0, 15]
+
+    def work(size: int) -> str:
+        if not device.capturing:
+            device.grow(size)
+            device.reserved -= size
+            return "warm"
+        device.grow(left.pop())
+        device.capturing = False
+        return "hidden"
+
+    with pytest.raises(ShortOfMemoryError, match="no memory is left on cuda:0 to run a step before its capture"):
+        recorder.record(lambda: work(601), warm_ups=2)
+    assert (recorder.taken, device.reserved, left, Graph.pools) == (300, 400, [0, 0, 15], [None])
+    assert not caplog.records, "the graph's room was blamed"
+    found = recorder.record(lambda: work(600), warm_ups=2)
+    assert found is not None, "there is memory again, more than graphs may have"
+    assert (recorder.taken, device.reserved) == (315, 415)
+    with pytest.raises(RuntimeError, match="illegal"):
+        recorder.record(lambda: pytest.fail("it ran") if device.capturing else _break(), warm_ups=1)
+
+
+def _break() -> None:
+    raise RuntimeError("an illegal access")
 
 
 def test_a_graphs_memory_is_seen_without_being_owned() -> None:

@@ -19,6 +19,10 @@ SPARE_BYTES = 64 << 20
 _LOG = logging.getLogger(__name__)
 
 
+class ShortOfMemoryError(RuntimeError):
+    """The device has no memory left for the work itself. That says nothing of a graph: later it may be recorded."""
+
+
 class Recorder:
     """Records graphs on a stream of its own.
 
@@ -49,16 +53,20 @@ class Recorder:
     def record(self, work: Callable[[], T], *, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, T] | None:
         """A graph of `work`, and what it returned: memory that a replay writes, until another graph is replayed or recorded.
 
-        None where it finds no memory: a step can do without a graph.
+        None where a graph finds no memory: a step can do without one.
 
         Args:
             work: enqueues the same kernels over the same memory each time, and returns a tensor or a tuple of them.
             warm_ups: times that it runs before: kernels compile and libraries choose in the first.
+
+        Raises:
+            ShortOfMemoryError: the device has none left to run it before.
         """
         if self.full:
             return None
+        self._warm_up(work, warm_ups)
         try:
-            graph, found = self._record(work, warm_ups)
+            graph, found = self._record(work)
         except RuntimeError as error:
             if not _says_full(error):
                 raise
@@ -72,22 +80,31 @@ class Recorder:
     def _open(self) -> torch.cuda.CUDAGraph | None:
         """Take the room: a graph of nothing but that, which keeps it for the others. None if there is no memory."""
         try:
-            return self._record(lambda: torch.empty(self._room, dtype=torch.uint8, device=self._device)[:1].zero_(), 0)[
-                0
-            ]
+            return self._record(lambda: torch.empty(self._room, dtype=torch.uint8, device=self._device)[:1].zero_())[0]
         except RuntimeError as error:
             if not _says_full(error):
                 raise
         _LOG.warning("no %s of memory are left to capture steps in; steps take longer", format_bytes(self._room))
         return None
 
-    def _record(self, work: Callable[[], T], warm_ups: int) -> tuple[torch.cuda.CUDAGraph, T]:
+    def _warm_up(self, work: Callable[[], Any], times: int) -> None:
+        """Run the work with all memory that is there, which the limit of graphs is not about."""
+        torch.cuda.current_stream(self._device).synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(times):
+                    work()
+            self._stream.synchronize()
+        except RuntimeError as error:
+            if not _says_full(error):
+                raise
+            self._stream.synchronize()  # what was enqueued so far
+            raise ShortOfMemoryError(f"no memory is left on {self._device} to run a step before its capture") from error
+
+    def _record(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         torch.cuda.current_stream(self._device).synchronize()
         with torch.cuda.stream(self._stream):
             _make_workspace(self._device)
-            for _ in range(warm_ups):
-                work()
-            self._stream.synchronize()
             torch.cuda.empty_cache()  # what warm-ups leave is of no other stream's use, and torch frees nothing in a capture
             graph = torch.cuda.CUDAGraph()
             with self._counted():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
-from deepinfer_offline.engine.native.capture import SPARE_BYTES, Recorder
+from deepinfer_offline.engine.native.capture import SPARE_BYTES, Recorder, ShortOfMemoryError
 from deepinfer_offline.engine.native.prompt_graphs import PromptGraphs
 from deepinfer_offline.engine.native.replayed import Replayed
 from deepinfer_offline.engine.native.step_buffers import StepBuffers
@@ -64,7 +65,8 @@ class DecodeGraphs:
         self._model, self._cache, self._tokens = model, cache, tokens
         self._limits = model
         self._buckets = row_buckets(model.options.max_running)
-        self._captured: dict[tuple[int, int], _Captured | None] = {}  # None: it found no memory
+        self._captured: dict[tuple[int, int], _Captured | None] = {}  # None: there is no room for it
+        self._met: Counter[tuple[int, int]] = Counter()  # how often a key occurred that is not captured yet
         self._recorder, self._memory = recorder, memory
         self.latest: _Captured | None = None
 
@@ -86,8 +88,8 @@ class DecodeGraphs:
             return None
         key = (self._buckets[bisect_left(self._buckets, rows)], limit)
         if key not in self._captured:
-            self._captured[key] = self._capture(*key)
-        captured = self._captured[key]
+            self._try(key)
+        captured = self._captured.get(key)
         if captured is None:
             return None
         self.latest = captured
@@ -97,8 +99,21 @@ class DecodeGraphs:
 
     # --- capture ---------------------------------------------------------------------------------------------
 
+    def _try(self, key: tuple[int, int]) -> None:
+        """Capture a key's step, unless the device is short of memory just now: then the step itself may run or say so.
+
+        The second, fourth, eighth, ... time that the key occurs it is tried again.
+        """
+        self._met[key] += 1
+        if self._met[key] & (self._met[key] - 1):
+            return
+        try:
+            self._captured[key] = self._capture(*key)
+        except ShortOfMemoryError as error:
+            _LOG.warning("a decode step of %d rows is not captured yet and takes longer: %s", key[0], error)
+
     def _capture(self, size: int, limit: int) -> _Captured | None:
-        """Capture a step of `size` rows of at most `limit` positions; None if there is no memory."""
+        """Capture a step of `size` rows of at most `limit` positions; None if there is no room for it."""
         start = time.perf_counter()
         buffers = StepBuffers.of(self._memory, size, limit)
         buffers.clear()
