@@ -18,11 +18,23 @@ import torch
 
 
 @dataclass
+class Floor:
+    """Microseconds of a call that no kernel with as much to do is under, timed as ops are."""
+
+    cold: float
+    warm: float
+
+
+@dataclass
 class Ceilings:
-    """What this card did in this run: device-to-device copy (bytes read + written) and a bf16 8192^3 product."""
+    """What this card did in this run: device-to-device copy (bytes read + written), a bf16 8192^3 product, and the least that a
+    call takes: a kernel that does nothing, and one that looks up 64 rows by their numbers (load, load, store).
+    """
 
     copy_gbs: float
     bf16_tflops: float
+    nothing_us: Floor
+    chain_us: Floor
 
 
 @dataclass
@@ -127,7 +139,16 @@ def measure_ceilings() -> Ceilings:
     for _ in range(3):
         x @ y
     product = statistics.median(_timed(lambda: x @ y) for _ in range(9))
-    return Ceilings(2 * 2**31 / copy / 1e3, 2 * 8192**3 / product / 1e6)
+    return Ceilings(2 * 2**31 / copy / 1e3, 2 * 8192**3 / product / 1e6, *measure_floors())
+
+
+def measure_floors() -> tuple[Floor, Floor]:
+    """Of a kernel that does nothing, and of one that looks up 64 rows of 512 bytes."""
+    slots = torch.randperm(2**20, device="cuda")[:64]
+    rows, out = torch.zeros(2**20, 128, device="cuda"), torch.empty(64, 128, device="cuda")
+    calls = (lambda: torch.cuda._sleep(0), lambda: torch.index_select(rows, 0, slots, out=out))
+    nothing, chain = (Floor(round(time_cold(call), 2), round(time_warm(call), 2)) for call in calls)
+    return nothing, chain
 
 
 def _timed(fn: Callable[[], Any]) -> float:
@@ -147,7 +168,10 @@ class Recorder:
         self.ceilings = measure_ceilings()
         self.results: list[Result] = []
         self.failed = 0
+        nothing, chain = self.ceilings.nothing_us, self.ceilings.chain_us
         print(f"copy {self.ceilings.copy_gbs:.0f} GB/s, bf16 {self.ceilings.bf16_tflops:.0f} TFLOP/s", flush=True)
+        print(f"empty kernel: cold {nothing.cold:.2f} warm {nothing.warm:.2f} us", flush=True)
+        print(f"64 rows looked up: cold {chain.cold:.2f} warm {chain.warm:.2f} us", flush=True)
 
     def record(
         self,

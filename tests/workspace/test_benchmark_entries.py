@@ -109,7 +109,9 @@ def test_recorded_lines_are_printed_as_one_object_and_a_failure_is_the_status(
     """With the clock and the card replaced: what is tested is the report around them."""
     pytest.importorskip("torch")
     bench = runner._load(FOLDER / "cases" / "gpu_bench.py")
-    monkeypatch.setattr(bench, "measure_ceilings", lambda: bench.Ceilings(copy_gbs=4000.0, bf16_tflops=800.0))
+    monkeypatch.setattr(
+        bench, "measure_ceilings", lambda: bench.Ceilings(4000.0, 800.0, bench.Floor(5.0, 1.5), bench.Floor(6.0, 2.0))
+    )
     monkeypatch.setattr(bench, "time_cold", lambda call: call() or 8.0)
     monkeypatch.setattr(bench, "time_warm", lambda call: 4.0)
     monkeypatch.setattr(bench, "time_copy", lambda nbytes: (4.0, 2.0))
