@@ -16,6 +16,7 @@ import torch
 from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.engine.native import capture, graphs, memory
 from deepinfer_offline.engine.native.capture import Recorder, ShortOfMemoryError
+from deepinfer_offline.engine.native.graphs import row_buckets
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.models.base import CacheGroup, ModelOptions
 from deepinfer_offline.models.deepsig_v41.model import DeepSigV41Model
@@ -202,7 +203,7 @@ class Captured:
         self.options: Any = SimpleNamespace(device="cuda:0", max_running=4, max_model_len=64)
         self.facts: Any = SimpleNamespace(cache_groups=GROUPS, graph_bytes=graph_bytes, graph_branch_bytes=7)
 
-    def capture_limit(self, longest: int) -> int:
+    def capture_limit(self, rows: int, longest: int) -> int:
         return longest
 
 
@@ -287,6 +288,28 @@ def test_v41_says_what_its_captured_steps_need() -> None:
     assert facts.graph_bytes == few.graph_bytes > 300 * 4 * (vocab + (1 << 16))
     assert facts.graph_bytes < facts.workspace_bytes / 8
     assert 256 * 4 * (1 << 16) < facts.graph_branch_bytes < facts.graph_bytes / 2, "up to 256 rows have a branch"
+
+
+@pytest.mark.parametrize(
+    ("running", "longest"), [(1, 1 << 20), (8, 1 << 20), (32, 1 << 20), (256, 1 << 20), (1000, 1 << 18)]
+)
+@pytest.mark.usefixtures("served")
+def test_v41_has_room_for_what_captured_steps_score(running: int, longest: int) -> None:
+    """A float32 score and two bool masks of every entry, in all rows as many as in the longest: up to 256 rows aside."""
+    options = replace(V41_OPTIONS, max_running=running, max_model_len=longest)
+    facts, short = (DeepSigV41Model.describe(V41, replace(options, max_model_len=m)) for m in (longest, 1))
+    branch = facts.graph_branch_bytes - short.graph_branch_bytes
+    room = facts.graph_bytes - short.graph_bytes - branch
+    model: Any = SimpleNamespace(options=options, backbone=SimpleNamespace(captures=True))
+    served = set[tuple[int, int]]()
+    for rows in row_buckets(running):
+        for held in (1, 1000, 1 << 16, 1 << 17, 200_000, longest):
+            limit = DeepSigV41Model.capture_limit(model, rows, held)
+            if limit is not None:
+                served.add((rows, held))
+                assert 6 * rows * limit <= (branch if rows <= 256 else room) + 6 * running, (rows, held)
+    assert {(rows, 1 << 17) for rows in row_buckets(running)} | {(1, longest), (min(running, 32), longest)} <= served
+    assert not served & {(256, 1 << 20), (1000, 200_000)}
 
 
 @pytest.mark.usefixtures("served")

@@ -296,8 +296,8 @@ class Capturable(Protocol):
     are and whose `host` carries shapes and upper bounds only: `seq_lens` are the limit, and there are no tables.
     """
 
-    def capture_limit(self, longest: int) -> int | None:
-        """Positions that one captured step serves, for a step whose longest sequence has `longest`.
+    def capture_limit(self, rows: int, longest: int) -> int | None:
+        """Positions that one captured step of so many rows serves, for a step whose longest sequence has `longest`.
 
         Few values of the result, since each is captured by itself; None where the step cannot be captured.
         """

@@ -67,6 +67,7 @@ class DecodeGraphs:
         self._buckets = row_buckets(model.options.max_running)
         self._captured: dict[tuple[int, int], _Captured | None] = {}  # None: there is no room for it
         self._met: Counter[tuple[int, int]] = Counter()  # how often a key occurred that is not captured yet
+        self._refused = False  # whether it was said that some steps are too large
         self._recorder, self._memory = recorder, memory
         self.latest: _Captured | None = None
 
@@ -83,10 +84,9 @@ class DecodeGraphs:
             return None
         if host.prefills.any() or host.keep_all.any() or rows > self._buckets[-1]:
             return None
-        limit = self._limits.capture_limit(int(host.seq_lens.max()))
-        if limit is None:
+        key = self._key(rows, int(host.seq_lens.max()))
+        if key is None:
             return None
-        key = (self._buckets[bisect_left(self._buckets, rows)], limit)
         if key not in self._captured:
             self._try(key)
         captured = self._captured.get(key)
@@ -96,6 +96,22 @@ class DecodeGraphs:
         captured.buffers.fill(inputs)
         captured.graph.replay()
         return Replayed(captured.logits[:rows], captured.likeliest[:rows])
+
+    def _key(self, rows: int, longest: int) -> tuple[int, int] | None:
+        """Rows and positions of the captured step that serves one like this; None where there is none."""
+        size = self._buckets[bisect_left(self._buckets, rows)]
+        limit = self._limits.capture_limit(size, longest)
+        if limit is not None:
+            return size, limit
+        if not self._refused:
+            _LOG.warning(
+                "decode steps as large as %d rows of up to %d positions are not captured and take longer; "
+                "--max-running bounds their rows, --max-model-len their positions",
+                rows,
+                longest,
+            )
+        self._refused = True
+        return None
 
     # --- capture ---------------------------------------------------------------------------------------------
 
@@ -166,7 +182,7 @@ def make_graphs(model: Model, cache: Any, tokens: TokenBuffer) -> StepGraphs | N
     if not can_capture(type(model), model.facts, model.options.device):
         return None
     assert isinstance(model, Capturable)
-    if model.capture_limit(1) is None:
+    if model.capture_limit(1, 1) is None:
         return None
     # Inputs of captured steps are int32, places in the token buffer too.
     return None if tokens.scratch > np.iinfo(np.int32).max else StepGraphs(model, cache, tokens)

@@ -13,6 +13,8 @@ from deepinfer_offline.models.deepsig_v41.schedule import Schedule
 
 DENSE_EXPERTS_LIMIT = 8 << 30  # bytes; packed experts beyond this stay FP4 and are unpacked when used
 
+_LONG = 1 << 17  # positions that there is room for in every row of a step; longer sequences are few
+_SCORED = 6  # bytes of an entry in a captured step: its score, and whether it is a candidate and is not
 _EXPERT_ROWS = 8  # most rows that pad those of an expert
 
 _FLOAT32_PARTS = (".gate.weight", ".gate.bias", ".attn_sink", "head.weight", ".confidence_head.proj.weight")
@@ -52,7 +54,9 @@ def dense_weight_bytes(config: V41Config, schedule: Schedule, options: ModelOpti
 
 def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
     """Peak bytes of one step beside weights and cache: streams and projections of every row, scores of one slab."""
-    return _row_bytes(config, options, options.max_step_tokens, 2) + 4 * 4 * (1 << 24)
+    tokens = options.max_step_tokens
+    entries = tokens * min(options.max_model_len, _LONG)  # only one sequence is longer at once
+    return _row_bytes(config, options, tokens) + 2 * entries + 4 * 4 * (1 << 24)
 
 
 def graph_bytes(config: V41Config, options: ModelOptions) -> tuple[int, int]:
@@ -62,20 +66,26 @@ def graph_bytes(config: V41Config, options: ModelOptions) -> tuple[int, int]:
     """
     if not packs_experts(config, options):
         return 0, 0
-    rows = min(options.max_running, ASIDE_ROWS)
-    entries = min(options.max_model_len, 1 << 17)
-    aside = rows * 4 * (entries + 4 * config.moe_intermediate_size + config.hidden_size)
+    rows = min(options.max_running, ASIDE_ROWS)  # which score aside
+    aside = _SCORED * captured_positions(options, rows)
+    aside += rows * 4 * (4 * config.moe_intermediate_size + config.hidden_size)
     padding = _EXPERT_ROWS * config.n_routed_experts * 2 * (config.hidden_size + config.moe_intermediate_size)
-    return _row_bytes(config, options, options.max_running, 4) + padding + aside, aside
+    scores = _SCORED * captured_positions(options, options.max_running) if options.max_running > rows else 0
+    return _row_bytes(config, options, options.max_running) + scores + padding + aside, aside
 
 
-def _row_bytes(config: V41Config, options: ModelOptions, rows: int, per_entry: int) -> int:
-    """Streams, projections, scores (`per_entry` bytes of each) and logits of a step of so many tokens."""
+def captured_positions(options: ModelOptions, rows: int) -> int:
+    """Most positions of all rows together in a captured step of so many. Each counts as the longest: scores are that wide."""
+    most = min(options.max_running, ASIDE_ROWS) if rows <= ASIDE_ROWS else options.max_running
+    return min(most * options.max_model_len, max(most, ASIDE_ROWS) * _LONG)
+
+
+def _row_bytes(config: V41Config, options: ModelOptions, rows: int) -> int:
+    """Streams, projections and logits of a step of so many tokens."""
     wide = max(
         config.num_attention_heads * config.head_dim,
         2 * config.moe_intermediate_size * config.num_experts_per_tok,
         config.index_n_heads * config.index_head_dim,
     )
     per_row = 4 * (3 * config.hc_mult * config.hidden_size + 4 * wide + 4 * config.hidden_size)
-    entries = rows * min(options.max_model_len, 1 << 17)  # only one sequence is longer at once
-    return rows * per_row + per_entry * entries + 4 * config.vocab_size * options.max_running
+    return rows * per_row + 4 * config.vocab_size * options.max_running

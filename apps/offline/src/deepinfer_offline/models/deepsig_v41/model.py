@@ -22,7 +22,13 @@ from deepinfer_offline.models.deepsig_v41.draft import Draft
 from deepinfer_offline.models.deepsig_v41.engram import EngramHash
 from deepinfer_offline.models.deepsig_v41.layers import choose_layers, layer_notes, pack_experts, packs_experts
 from deepinfer_offline.models.deepsig_v41.loader import TensorReader, WeightLoader
-from deepinfer_offline.models.deepsig_v41.memory import dense_weight_bytes, graph_bytes, keeps_fp4, workspace_bytes
+from deepinfer_offline.models.deepsig_v41.memory import (
+    captured_positions,
+    dense_weight_bytes,
+    graph_bytes,
+    keeps_fp4,
+    workspace_bytes,
+)
 from deepinfer_offline.models.deepsig_v41.replay import DECODER_REPLAYS, DecoderReplay
 from deepinfer_offline.models.deepsig_v41.schedule import Schedule, plan_layers
 from deepinfer_offline.models.deepsig_v41.stage import Frequencies
@@ -181,14 +187,16 @@ class DeepSigV41Model:
         """See `deepinfer_offline.engine.native.pages.PagedModel`."""
         return block_views(self.spec, cache)
 
-    def capture_limit(self, longest: int) -> int | None:
-        """See `deepinfer_offline.models.base.Capturable`. Scores are as wide as the limit, so there are several.
+    def capture_limit(self, rows: int, longest: int) -> int | None:
+        """See `deepinfer_offline.models.base.Capturable`. Scores are as wide as the limit, so there are several, and not for
+        more rows than there is room to score for (`captured_positions`).
 
         A step that writes the draft's context is captured too, as long as it verifies nothing.
         """
         if not getattr(self.backbone, "captures", False):
             return None
-        return min(_capture_limit(longest), self.options.max_model_len)
+        limit = min(_capture_limit(longest), self.options.max_model_len)
+        return limit if rows * limit <= captured_positions(self.options, rows) else None
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, cache: V41Cache) -> Tensor:

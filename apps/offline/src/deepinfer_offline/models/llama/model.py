@@ -89,7 +89,7 @@ class LlamaModel:
         """See `deepinfer_offline.engine.native.pages.PagedModel`."""
         return {GROUP: (*(self.ops.attention.blocks(layer) for layer in cache.layers), *cache.draft)}
 
-    def capture_limit(self, longest: int) -> int | None:
+    def capture_limit(self, rows: int, longest: int) -> int | None:
         """See `deepinfer_offline.models.base.Capturable`: one graph serves every length, if the attention can be captured.
 
         A draft writes its context in ways that a graph cannot repeat.
@@ -100,7 +100,7 @@ class LlamaModel:
     @property
     def captures_prompts(self) -> bool:
         """See `deepinfer_offline.models.base.CapturesPrompts`: attention that takes bounds is all it needs."""
-        return self.capture_limit(1) is not None and self.takes_bounds
+        return self.capture_limit(1, 1) is not None and self.takes_bounds
 
     @property
     def takes_bounds(self) -> bool:
