@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepinfer_offline.engine.native import runner
 from deepinfer_offline.engine.native.graphs import row_buckets
 from deepinfer_offline.engine.native.memory import available_bytes
 from deepinfer_offline.engine.native.prompt_graphs import PromptBuckets, token_buckets
@@ -21,6 +23,7 @@ from deepinfer_offline.models.deepsig_v41.aside import Aside
 from deepinfer_offline.ops.transfers import Download, StepClock, upload, upload_into
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_drafts import WIDTH, check_all, count_steps, make_drafting_engine, random_job
 
 
 @given(st.integers(1, 4096))
@@ -128,6 +131,29 @@ def test_a_step_behind_a_running_one_begins_where_that_one_ends(monkeypatch: pyt
     third.stop()
     assert stream.recorded == 5
     assert third.seconds() == 1
+
+
+def test_clocks_follow_each_other_whoever_runs_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that draft ahead and steps that a grammar keeps from it, in one stream."""
+    clocks: list[StepClock] = []
+    before: list[StepClock | None] = []
+
+    class Clock(StepClock):
+        def __init__(self, device: str, after: StepClock | None = None) -> None:
+            super().__init__(device, after)
+            clocks.append(self)
+            before.append(after)
+
+    monkeypatch.setattr(runner, "StepClock", Clock)
+    engine = make_drafting_engine()
+    speculation: Any = engine._parts.speculation
+    speculation.force(WIDTH)
+    steps = count_steps(engine)
+    check_all(engine, random_job(random.Random(1), grammars=1.0))
+    assert min(steps["ahead"], steps["plain"] + steps["host"]) > 2
+    assert len(clocks) == steps["ahead"] + steps["plain"] + steps["host"]
+    assert before == [None, *clocks[:-1]]
+    assert all(clock.seconds() > 0 for clock in clocks), "a clock was not stopped"
 
 
 def test_the_scratch_place_belongs_to_no_sequence() -> None:

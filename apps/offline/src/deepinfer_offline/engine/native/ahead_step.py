@@ -27,7 +27,7 @@ from deepinfer_offline.engine.native.acceptance import keep_agreeing
 from deepinfer_offline.engine.native.ahead_rows import DrawingRows, ahead_batch, lay_out
 from deepinfer_offline.engine.native.results import DraftedRows, LogprobsDownload, PromptLogprobs, StepResult
 from deepinfer_offline.models.base import DraftedBlocks, DraftsBlocks, ForwardBatch, Model, TakesBounds
-from deepinfer_offline.ops.transfers import Download, StepClock
+from deepinfer_offline.ops.transfers import Download
 from deepinfer_offline.sampling.device_rows import DeviceRows
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from deepinfer_offline.engine.native.batch import StepInputs
     from deepinfer_offline.engine.native.runner import MaskSource, ModelRunner
+    from deepinfer_offline.ops.transfers import StepClock
     from deepinfer_offline.sampling.batch import Logprobs, SamplingTable
     from deepinfer_offline.sampling.device_draws import RowDraws
 
@@ -86,7 +87,8 @@ class AheadSteps:
         moves: Sequence[Future[Any]],
         scaling: np.ndarray,
     ) -> EnqueuedAhead:
-        clock, runner = StepClock(self._device), self._runner
+        runner = self._runner
+        clock = runner.start_clock()
         for done in moves:
             done.result()
         rows = lay_out(plan, self._lengths, self._confidence, scaling, runner.tokens)
@@ -112,10 +114,10 @@ class AheadSteps:
                 block = self._draft(rows, batch, lengths, params, inputs)
         copies = [] if accepted is None else [accepted.token_ids, accepted.counts, rows.verified]
         blocks = [] if block is None else [block.token_ids, block.confidence]
-        sent = LogprobsDownload(logprobs)
+        emitted, drafts, sent = Download(copies, clock), Download(blocks, clock), LogprobsDownload(logprobs)
         asked = self._table.logprobs[rows.slots] >= 0
         clock.stop()
-        return EnqueuedAhead(plan, rows.plan_rows, Download(copies), Download(blocks), sent, asked, prompts, clock)
+        return EnqueuedAhead(plan, rows.plan_rows, emitted, drafts, sent, asked, prompts, clock)
 
     def _draft(
         self, rows: DrawingRows, batch: ForwardBatch, lengths: torch.Tensor, params: DeviceRows, inputs: StepInputs

@@ -252,7 +252,7 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None, moves: Sequence[Future[Any]] = ()
     ) -> _Enqueued:
-        clock = self._clock = StepClock(self.model.options.device, self._clock)
+        clock = self.start_clock()
         for done in moves:
             done.result()
         captured = self._graphs.run(inputs) if self._graphs is not None else None
@@ -269,6 +269,11 @@ class ModelRunner:
         logprobs = LogprobsDownload(None if drawn is None else drawn.logprobs)
         clock.stop()
         return _Enqueued(plan, inputs.samples, verified, ids, logprobs, prompts, clock)
+
+    def start_clock(self) -> StepClock:
+        """In the step's thread: the clock of a step that begins, behind that of the one before."""
+        self._clock = StepClock(self.model.options.device, self._clock)
+        return self._clock
 
     def logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor | None:
         """In the step's thread: logits of the draws, or None without any."""
