@@ -18,11 +18,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="no CU
 SCALE = 512**-0.5
 
 
-@pytest.fixture(autouse=True)
-def _seeded(request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(len(request.node.name) * 7919 + sum(map(ord, request.node.name)))
-
-
 def need(library: str, op: str) -> None:
     reason = kernels.library_reason(library, op, DEVICE)
     if reason is not None:

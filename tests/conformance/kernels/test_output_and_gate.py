@@ -1,42 +1,11 @@
-"""The grouped output projection and Engram's gate against the portable model code.
-
-Tolerances as in `test_cuda_against_portable.py`: summation order in float32, one more rounding in bfloat16.
-"""
+"""The grouped output projection and Engram's gate against the portable model code."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from kernel_kit import DEVICE, DTYPES, INTERPRET, MARKS, assert_near, kernels, portable, rand, torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
-kernels = pytest.importorskip("deepinfer_kernels_cuda")
-portable = pytest.importorskip("deepinfer_offline.ops.deepsig")
-
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32] if INTERPRET else [torch.float32, torch.bfloat16]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not INTERPRET and DEVICE == "cpu", reason="no CUDA device, and TRITON_INTERPRET is not 1"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(11)
-
-
-def rand(*shape: int, dtype=torch.float32):
-    return torch.randn(*shape).to(DEVICE, dtype)
-
-
-def assert_near(out, reference, dtype) -> None:
-    out, reference = out.double(), reference.double()
-    assert torch.isfinite(out).all()
-    error = (out - reference).norm() / reference.norm().clamp_min(1e-30)
-    assert error < (1e-5 if dtype == torch.float32 else 8e-3), f"relative error {error:.2e}"
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
