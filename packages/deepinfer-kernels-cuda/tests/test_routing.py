@@ -7,14 +7,15 @@ import re
 import pytest
 import torch
 from deepinfer_kernels_cuda import routing
+from deepinfer_kernels_cuda.catalogue import _NATIVE
 from deepinfer_kernels_cuda.native import read_source
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-@given(t=st.integers(1, routing._TWO_LAUNCHES), d=st.integers(1, 16384))
-def test_spans_cover_the_columns_and_all_blocks_fit(t: int, d: int) -> None:
-    tiles, spans, steps, span = routing._cut(t, d)
+@given(t=st.integers(1, routing._TWO_LAUNCHES), d=st.integers(1, 16384), alone=st.booleans())
+def test_spans_cover_the_columns_and_all_blocks_fit(t: int, d: int, alone: bool) -> None:
+    tiles, spans, steps, span = routing._cut(t, d, alone=alone)
     assert span * (spans - 1) < steps <= span * spans, "no span is empty"
     assert (steps - 1) * 64 < d <= steps * 64
     assert (tiles - 1) * 64 < t <= tiles * 64
@@ -22,6 +23,25 @@ def test_spans_cover_the_columns_and_all_blocks_fit(t: int, d: int) -> None:
     if t <= routing._ONE_LAUNCH:
         assert spans * t * 384 <= 16 * 128 * 384, "the parts fit into the mail"
         assert spans <= 16, "two spans for each of eight warps"
+
+
+@given(t=st.integers(1, 4096), experts=st.integers(1, 2048), d=st.integers(1, 16384), wide=st.booleans())
+def test_a_sum_has_as_many_parts_as_a_selection_is_built_for(t: int, experts: int, d: int, wide: bool) -> None:
+    built = {spec.defines for spec in _NATIVE if spec.source == "router.cu"}
+    assert {("ITEMS=12",), *(("ITEMS=12", f"PARTS={parts}") for parts in routing.PARTS[1:])} <= built
+    assert routing._cut(t, d, alone=True)[1] in routing.PARTS
+    cut = routing._split(t, experts, d, wide)
+    spans = -(-d // cut.span)
+    assert spans in routing.PARTS
+    tiles = -(-t // cut.tokens) * -(-experts // cut.experts)
+    assert spans == 1 or spans * tiles <= 132 + tiles / 2, "about one block on each multiprocessor"
+
+
+@pytest.mark.parametrize(
+    ("t", "parts"), [(1, 16), (64, 16), (65, 16), (128, 16), (129, 10), (192, 10), (193, 8), (256, 8)]
+)
+def test_v41_is_cut_as_finely_as_the_card_takes_it(t: int, parts: int) -> None:
+    assert routing._cut(t, 5120, alone=t > routing._ONE_LAUNCH)[1] == parts
 
 
 @given(t=st.integers(1, 10**6), experts=st.integers(1, 2048), d=st.integers(1, 16384))

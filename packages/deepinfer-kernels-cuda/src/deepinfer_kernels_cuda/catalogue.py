@@ -12,6 +12,7 @@ from typing import Any
 from .attention import FEW
 from .experts import NARROW, WIDE
 from .native import native_reason
+from .routing import PARTS
 from .specs import KernelSpec, NativeSpec
 
 _MLA = (
@@ -125,7 +126,7 @@ _NATIVE: tuple[NativeSpec, ...] = (
         NativeSpec(
             f"router_select-parts-{parts}", "router.cu", defines=("ITEMS=12", f"PARTS={parts}"), quick=parts == 4
         )
-        for parts in (2, 4, 8, 10)
+        for parts in PARTS[1:]
     ),
     NativeSpec("router_select-odd", "router.cu", defines=("ITEMS=16", "PARTS=10", "TOP=32", "WHOLE=0")),
     NativeSpec("router_product-parts", "router_product.cu", 101 * 1024, ("SELECTS=0",), min_mma=4),

@@ -20,6 +20,8 @@ _LIBRARY_TOKENS = 512
 #: In how many parts along the hidden size the library multiplies, up to so many logits (H200, products and selection in us: 512
 #: tokens of 384 experts 9.1 in four parts and 12.0 in one, 1024 12.0 in two and 14.4, 2048 17.7 and 20.1, 3072 24.3 and 24.3).
 _LIBRARY_PARTS = ((640 * 384, 4), (2560 * 384, 2))
+#: Parts of a product's sum that the selection takes: a kernel is built for each number.
+PARTS = (1, 2, 4, 8, 10)
 #: A part has so many columns at least.
 _PART_COLUMNS = 1024
 #: Selection on sm_90, a warp a token and four a block, up to so many experts of which so many are chosen.
@@ -64,9 +66,13 @@ class _Split:
 def _split(t: int, experts: int, d: int, wide: bool) -> _Split:
     """Cut so that about one block runs on each multiprocessor, with few steps in a block."""
     bt, be, bk = (16, 64, 32) if wide else (16, 64, 128) if t <= 16 else (64, 32, 128) if t <= 64 else (64, 64, 128)
-    tiles = -(-t // bt) * -(-experts // be)
-    spans = max(1, min(-(-d // bk), 10, round(132 / tiles)))
-    return _Split(bt, be, bk, -(-d // (spans * bk)) * bk, 4, 3)
+    tiles, steps = -(-t // bt) * -(-experts // be), -(-d // bk)
+    return _Split(bt, be, bk, -(-steps // _parts(steps, round(_MULTIPROCESSORS / tiles))) * bk, 4, 3)
+
+
+def _parts(steps: int, most: int) -> int:
+    """In how many parts of `PARTS` to cut the steps: as many as allowed, and none is empty."""
+    return max(parts for parts in PARTS if parts <= max(most, 1) and -(-steps // -(-steps // parts)) == parts)
 
 
 def router(
@@ -126,10 +132,14 @@ def _takes_maps(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return fits and device_arch(x.device) == 90 and native_reason() is None
 
 
-def _cut(t: int, d: int) -> tuple[int, int, int, int]:
-    """Tiles of tokens, spans of columns, steps in all and of a span: as many spans as fit on the card, none empty."""
+def _cut(t: int, d: int, *, alone: bool) -> tuple[int, int, int, int]:
+    """Tiles of tokens, spans of columns, steps in all and of a span: as many spans as fit on the card, none empty.
+
+    A product alone leaves one of `PARTS` to the selection.
+    """
     tiles, steps = -(-t // _BLOCK_TOKENS), -(-d // _STEP)
     most = max(1, min(_SPANS, _MULTIPROCESSORS // (tiles * (_EXPERTS // _BLOCK_EXPERTS))))
+    most = _parts(steps, most) if alone else most
     span = -(-steps // most)
     return tiles, -(-steps // span), steps, span
 
@@ -156,7 +166,7 @@ def _logits_library(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.
 def _logits_sm90(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Partial logits float32 [spans, t, experts], in CUDA C++."""
     t, d = x.shape
-    tiles, spans, steps, span = _cut(t, d)
+    tiles, spans, steps, span = _cut(t, d, alone=True)
     part = torch.empty(spans, t, _EXPERTS, dtype=torch.float32, device=x.device)
     _product_kernel(0)(
         (tiles, _EXPERTS // _BLOCK_EXPERTS, spans), tensor_map(x, _BLOCK_TOKENS), tensor_map(weight, _BLOCK_EXPERTS),
@@ -176,7 +186,7 @@ def _route_sm90(x, weight, bias, ids, gates, normalise: bool, scale: float) -> N
     Three such launches at the same time, on three streams, could each be there in part and wait for ever.
     """
     t, d = x.shape
-    tiles, spans, steps, span = _cut(t, d)
+    tiles, spans, steps, span = _cut(t, d, alone=False)
     mail = mailbox("router_product", x.device, _SPANS * _ONE_LAUNCH * _EXPERTS, dtype=torch.int32, empty=_EMPTY)
     _product_kernel(ids.shape[1])(
         (tiles, _EXPERTS // _BLOCK_EXPERTS, spans), tensor_map(x, _BLOCK_TOKENS), tensor_map(weight, _BLOCK_EXPERTS),
