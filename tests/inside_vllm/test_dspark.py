@@ -6,6 +6,7 @@ has to be chosen before vLLM is imported, so this file starts itself as a proces
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 
-WORKER = "deepinfer_specdec.adapters.vllm.worker.PlannedSpeculation"
 WIDTH, REQUESTS = 4, 6
 DRAFTING = 0.1  # milliseconds: low, as the interpreter's own time is too uneven to be taken off a step's
 DIP = [(8, 10.0), (16, 50.0), (24, 12.0), (32, 1e6)]  # (tokens, milliseconds): 24 tokens are cheaper than 16
@@ -103,6 +103,7 @@ def test_the_log_says_what_is_going_on(told):
     assert "Adaptive verification is planned by deepinfer-specdec." in told["log"]
     assert "DeepInfer prices" in told["log"]
     assert "tokens a verification step" in told["log"]
+    assert re.search(r"drafts made in (\d+) of \1 steps \(0 pauses\)", told["log"])
 
 
 def test_vllm_is_as_it_was_after_the_engine(told):
@@ -117,45 +118,6 @@ def test_a_vllm_that_lacks_a_name_is_refused_with_that_name(told):
 
 
 # What follows runs in the process of its own.
-
-
-def rms_norm(out, x, weight, epsilon):
-    """vLLM's op of that name, which DSpark's context pass calls directly; weight [n], or one a leading index."""
-    y = x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
-    out.copy_(y * (weight if weight.dim() == 1 else weight.view(len(weight), *[1] * (x.dim() - 2), -1)))
-
-
-def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
-    """vLLM's op of that name, for halves (`is_neox`) and queries alone."""
-    import torch
-
-    assert is_neox
-    assert key is None
-    cos, sin = cos_sin_cache[positions][:, None].chunk(2, -1)
-    a, b = query.view(len(positions), -1, head_size).chunk(2, -1)
-    query.copy_(torch.cat([a * cos - b * sin, b * cos + a * sin], -1).view_as(query))
-
-
-def prepare_vllm():
-    """What a GPU has and a CPU lacks: two ops, and graphs. Nothing else of vLLM is touched."""
-    import torch
-    import vllm.v1.worker.cpu_worker  # noqa: F401  (patches torch.cuda, before the model runner is imported)
-    from deepinfer_offline.engine.vllm.cpu.attention import TorchCpuMetadataBuilder
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import AttentionCGSupport
-    from vllm.v1.worker.gpu import model_runner
-
-    library = torch.library.Library("_C", "FRAGMENT")
-    for function, schema in {
-        rms_norm: "(Tensor(a!) out, Tensor x, Tensor? weight, float epsilon) -> ()",
-        rotary_embedding: "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cache, bool neox) -> ()",
-    }.items():
-        library.define(function.__name__ + schema)
-        library.impl(function.__name__, function, "CompositeExplicitAutograd")
-    VllmConfig._validate_adaptive_verification = lambda self: None  # asks for graphs
-    TorchCpuMetadataBuilder._cudagraph_support = AttentionCGSupport.ALWAYS
-    model_runner.resolve_adaptive_cudagraph_mode = lambda mode, **_: mode
-    return library
 
 
 def profile(runner):
@@ -186,18 +148,6 @@ def profile(runner):
     }
 
 
-def start(folder, adapted=True, **options):
-    from vllm import LLM
-
-    speculative = {"method": "dspark", "model": str(folder / "draft"), "num_speculative_tokens": WIDTH,
-                   "enable_adaptive_verification": True}  # fmt: skip
-    adapted_options = {"speculative_config": speculative, "worker_extension_cls": WORKER,
-                       "additional_config": {"deepinfer_specdec": options}}  # fmt: skip
-    return LLM(str(folder / "target"), skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=8,
-               kv_cache_memory_bytes=1 << 20, block_size=16, disable_log_stats=False,
-               kernel_config={"enable_jit_warmup": False}, **adapted_options if adapted else {})  # fmt: skip
-
-
 def answer(llm):
     from vllm import SamplingParams
 
@@ -207,16 +157,10 @@ def answer(llm):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def core_of(llm):
-    return llm.llm_engine.engine_core.engine_core
-
-
-def runner_of(llm):
-    return core_of(llm).model_executor.driver_worker.worker.model_runner
-
-
 def count_drafts(llm):
     """What vLLM itself says from now on: its rejection sampler's verdicts, and what its scheduler makes of them."""
+    from dspark_engine import core_of, runner_of  # pyrefly: ignore[missing-import]
+
     scheduler, speculator = core_of(llm).scheduler, runner_of(llm).speculator
     stats, observe = scheduler.make_spec_decoding_stats, speculator.observe_verification
     counted = {"scheduled": 0, "kept": 0, "verified": 0, "accepted": 0}
@@ -309,18 +253,22 @@ def watch_forecasts(manager):
 
 
 def main(folder):
-    from dspark_models import write_models  # pyrefly: ignore[missing-import]  (beside this file, which is the program here)
+    # Beside this file, which is the program here.
+    from dspark_engine import prepare_vllm, runner_of, start  # pyrefly: ignore[missing-import]
+    from dspark_models import write_models  # pyrefly: ignore[missing-import]
 
     write_models(folder, WIDTH)
     library = prepare_vllm()
     found = {"refusal": refusal()}
     afterwards = [names()]
-    llm = start(folder, adapted=False)
+    llm = start(folder, WIDTH, adapted=False)
     found["plain"] = {"tokens": answer(llm)}
     llm.llm_engine.engine_core.shutdown()
 
     file = folder / "sts.json"
-    llm = start(folder, publish_every=8, refit_every=24, save_temperatures=str(file), log_every=0.01)
+    # Drafts that are made whatever they are worth, as the interpreter's steps are too uneven to foretell what pays.
+    llm = start(folder, WIDTH, publish_every=8, refit_every=24, save_temperatures=str(file), log_every=0.01,
+                pause_drafting=False)  # fmt: skip
     found["manager_while_running"] = names()[0]
     runner = runner_of(llm)
     manager = runner.adaptive_verification
@@ -332,7 +280,7 @@ def main(folder):
     def listen():
         taken = take()
         prices = manager._prices
-        laps.extend((prices._point(n), ms - float(prices.draft.seconds(r))) for r, n, ms in taken)
+        laps.extend((prices._point(n), ms - float(prices.draft.seconds(r))) for r, n, ms, _ in taken)
         return taken
 
     manager._clock.take = listen
@@ -351,7 +299,7 @@ def main(folder):
     afterwards.append(names())
     found["saved"] = json.loads(file.read_text())["temperatures"]
 
-    llm = start(folder, temperatures=str(file), online=False, publish_every=1000)
+    llm = start(folder, WIDTH, temperatures=str(file), online=False, publish_every=1000)
     manager = runner_of(llm).adaptive_verification
     manager._cudagraph_limit = 32
     manager.set_cost_curves([(1, 1e-3), (8, 1e-3)], DIP)

@@ -58,6 +58,43 @@ def test_learning_twice_does_not_compound():
     assert cost(8) == pytest.approx(10.0)
 
 
+def test_what_drafting_adds_is_what_a_step_with_it_takes_more_than_its_neighbours_without():
+    """The profile says 1 ms at 8 requests, the clock 0.25: the drafter's context is kept without drafts as well."""
+    costs = prices()
+    for _ in range(4):
+        for _ in range(6):
+            costs.observe(8, 8, 6.0, drafted=False)
+        costs.observe(8, 8, 6.25)
+    costs.update(*costs.refreshed())
+    assert costs.draft.seconds(np.array([1, 8])) == pytest.approx([0.125, 0.25])
+    assert costs.verify.seconds(8) == pytest.approx(6.0)
+
+
+def test_drafting_that_takes_no_time_is_free_and_one_odd_look_says_nothing():
+    costs = prices()
+    for took in (5.9, 6.0, 6.1, 50.0, 5.8):
+        for _ in range(3):
+            costs.observe(8, 8, 6.0, drafted=False)
+        costs.observe(8, 8, took)
+    draft, _ = costs.refreshed()
+    assert draft == [(1, 0.0), (8, 0.0)]
+    costs.update(*costs.refreshed())
+    assert 0.0 < costs.draft.seconds(8) < 1e-5
+
+
+def test_steps_with_drafts_are_not_compared_with_those_of_long_ago_nor_of_another_size():
+    costs = prices()
+    for _ in range(6):
+        costs.observe(8, 8, 6.0, drafted=False)
+        costs.observe(8, 24, 30.0, drafted=True)  # another size, which never ran without
+    for _ in range(100):
+        costs.observe(8, 16, 9.0)
+    for _ in range(9):
+        costs.observe(8, 8, 20.0)  # contexts have grown meanwhile
+    draft, _ = costs.refreshed()
+    assert draft == DRAFT
+
+
 @pytest.mark.parametrize("milliseconds", [0.0, 0.4, -3.0, float("nan"), float("inf")])
 def test_a_time_that_cannot_be_is_ignored(milliseconds):
     costs = prices()

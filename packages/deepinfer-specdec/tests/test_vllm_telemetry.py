@@ -23,19 +23,19 @@ def clock(monkeypatch):
     return timed
 
 
-def run(clock, start, end, requests=2, tokens=6):
+def run(clock, start, end, requests=2, tokens=6, drafted=True):
     clock.at(start)
     clock.start()
     clock.at(end)
-    clock.stop(requests, tokens)
+    clock.stop(requests, tokens, drafted)
 
 
 def test_a_step_takes_its_time_and_the_gap_before_it(clock):
     run(clock, 1.000, 1.010)
-    run(clock, 1.012, 1.022, tokens=9)
+    run(clock, 1.012, 1.022, tokens=9, drafted=False)
     (first, second) = clock.take()
-    assert first == (2, 6, pytest.approx(10.0))
-    assert second == (2, 9, pytest.approx(12.0))
+    assert first == (2, 6, pytest.approx(10.0), True)
+    assert second == (2, 9, pytest.approx(12.0), False)
     assert clock.take() == []
 
 
@@ -44,7 +44,7 @@ def test_a_pause_or_a_step_of_another_kind_is_not_charged(clock):
     run(clock, 3.000, 3.010)  # nothing to do for two seconds
     clock.skip()  # a prefill step ran here
     run(clock, 3.014, 3.024)
-    assert [took for *_, took in clock.take()] == pytest.approx([10.0, 10.0, 10.0])
+    assert [took for _, _, took, _ in clock.take()] == pytest.approx([10.0, 10.0, 10.0])
 
 
 def test_a_stop_without_a_start_measures_nothing(clock):

@@ -22,6 +22,8 @@ class VerificationOptions:
         publish_every: steps between two updates of prices and temperatures (all ranks take them in the same step).
         log_every: seconds between two lines of statistics; 0 for none.
         edge: share by which verifying drafts must beat plain decoding.
+        pause_drafting: leave the drafter's block out of steps while drafts do not pay.
+        look_share: of the time, that may be lost to looks whether they pay by now, and to stopping late.
     """
 
     temperatures: str = ""
@@ -31,6 +33,8 @@ class VerificationOptions:
     publish_every: int = 128
     log_every: float = 60.0
     edge: float = 0.0
+    pause_drafting: bool = True
+    look_share: float = 0.01
 
     def __post_init__(self) -> None:
         for name in ("refit_every", "publish_every"):
@@ -39,6 +43,8 @@ class VerificationOptions:
         for name in ("log_every", "edge"):
             if not getattr(self, name) >= 0.0:
                 raise SpecDecodeError(f"{SECTION}.{name} {getattr(self, name)}; allowed: >= 0")
+        if not 0.0 < self.look_share < 1.0:
+            raise SpecDecodeError(f"{SECTION}.look_share {self.look_share}; allowed: between 0 and 1")
 
     @classmethod
     def read(cls, additional_config: Any) -> VerificationOptions:

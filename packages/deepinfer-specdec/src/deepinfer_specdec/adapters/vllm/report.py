@@ -26,6 +26,9 @@ class Report:
         self.scheduled = 0
         self.budget = 0
         self.stock_budget = 0
+        self.ran = 0
+        self.drafted = 0
+        self.pauses = 0
         self._temperatures: list[float] = []
         self._priced = 0
         self._log_every = log_every
@@ -37,6 +40,10 @@ class Report:
         self.scheduled += scheduled
         self.budget += budget
         self.stock_budget += stock_budget
+
+    def drafting(self, ran: int, drafted: int, changes: int) -> None:
+        """Remember how many steps ran, in how many of them the drafter did, and how often it stopped or went on."""
+        self.ran, self.drafted, self.pauses = ran, drafted, (changes + 1) // 2
 
     def verified(self, outcome: NDArray[np.float32]) -> None:
         """Count the rows (confidences, verified, accepted) [R, K + 2] of one step."""
@@ -60,6 +67,7 @@ class Report:
             f"DeepInfer speculation: {kept}; "
             f"{self.budget} of {self.scheduled} drafts verified in {self.steps} steps "
             f"(vLLM's own budgets: {self.stock_budget}), {100 * (rate or 0.0):.0f} % of them accepted; "
+            f"drafts made in {self.drafted} of {self.ran} steps ({self.pauses} pauses); "
             f"temperatures {' '.join(f'{value:.2f}' for value in self._temperatures)}; {self._priced} steps priced"
         )
 
@@ -70,6 +78,9 @@ class Report:
             "scheduled_drafts": self.scheduled,
             "budget": self.budget,
             "vllm_budget": self.stock_budget,
+            "steps_run": self.ran,
+            "steps_drafted": self.drafted,
+            "drafting_pauses": self.pauses,
             "temperatures": [round(value, 4) for value in self._temperatures],
             "priced_steps": self._priced,
             **self.statistics.as_dict(),

@@ -37,6 +37,7 @@ class _Lap:
     end: Any
     requests: int
     tokens: int
+    drafted: bool
 
 
 class StepClock:
@@ -56,27 +57,28 @@ class StepClock:
         """A step's forward pass begins."""
         self._start = self._mark() if len(self._laps) < _MARKS else None
 
-    def stop(self, requests: int, tokens: int) -> None:
-        """The step has drafted: everything between is its time."""
+    def stop(self, requests: int, tokens: int, drafted: bool = True) -> None:
+        """The step has drafted, if it does: everything between is its time."""
         if self._start is None:
             self._last = None
             return
         end = self._mark()
-        self._laps.append(_Lap(self._last, self._start, end, requests, tokens))
+        self._laps.append(_Lap(self._last, self._start, end, requests, tokens, drafted))
         self._last, self._start = end, None
 
     def skip(self) -> None:
         """A step ran that is not measured."""
         self._last = self._start = None
 
-    def take(self) -> list[tuple[int, int, float]]:
-        """(requests, tokens, milliseconds) of the steps that have ended meanwhile."""
+    def take(self) -> list[tuple[int, int, float, bool]]:
+        """(requests, tokens, milliseconds, drafted) of the steps that have ended meanwhile."""
         out = []
         while self._laps and self._laps[0].end.query():
             lap = self._laps.popleft()
             took = lap.start.elapsed_time(lap.end)
             gap = lap.before.elapsed_time(lap.start) if lap.before is not None else 0.0
-            out.append((lap.requests, lap.tokens, took + gap if 0.0 < gap <= 0.5 * took else took))
+            took += gap if 0.0 < gap <= 0.5 * took else 0.0
+            out.append((lap.requests, lap.tokens, took, lap.drafted))
         return out
 
     def _mark(self) -> Any:

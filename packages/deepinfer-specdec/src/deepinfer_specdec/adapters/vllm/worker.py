@@ -32,6 +32,7 @@ class PlannedSpeculation:
         from deepinfer_specdec.adapters.vllm.verification import PlannedVerification
 
         compat.replace_manager(PlannedVerification, assign_draft_budget)
+        compat.let_steps_skip_drafts(self.model_runner)
 
     def destroy_worker_extension(self) -> None:
         """Called by vLLM when the worker shuts down: a later engine of this process finds vLLM as it was."""
