@@ -187,7 +187,7 @@ def test_metadata_of_every_kind_of_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"GGML" + b"\0" * 40, gguf_bytes(2)[:-3], gguf_bytes(1)[:10], b"GGUF" + b"\xff" * 20]
+    "content", [b"", b"GGML" + b"\0" * 40, gguf_bytes(2)[:-3], gguf_bytes(1)[:10], b"GGUF" + b"\xff" * 20]
 )
 def test_broken_gguf_files_are_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "broken.gguf"

@@ -7,8 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+from deepinfer_offline.weights.gguf_cursor import DAMAGE, GgufCursor
 
 
 class GGUFError(ValueError):
@@ -21,55 +20,14 @@ def read_metadata(path: Path) -> dict[str, Any]:
     Raises:
         GGUFError: wrong magic, version, value type, or a file that ends early.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
-            return _Cursor(data).pairs()
-        except (struct.error, IndexError, OverflowError, MemoryError) as error:  # lengths and counts are any numbers
-            raise GGUFError(f"{path}: the file ends inside its metadata") from error
-        except RecursionError as error:
-            raise GGUFError(f"{path}: arrays inside arrays without end") from error
-        except GGUFError as error:
-            raise GGUFError(f"{path}: {error}") from None
-
-
-class _Cursor:
-    """A reading position in the file."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
-
-    def pairs(self) -> dict[str, Any]:
-        magic, version, _, count = self.take("<4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise GGUFError(f"not a GGUF file of version 2 or 3 (magic {magic!r}, version {version})")
-        found: dict[str, Any] = {}
-        for _ in range(count):
-            key = self.string()
-            (kind,) = self.take("<I")
-            found[key] = self.value(kind)
-        return found
-
-    def take(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(layout, self.data, self.at)
-        self.at += struct.calcsize(layout)
-        return values
-
-    def string(self) -> str:
-        (length,) = self.take("<Q")
-        text = self.data[self.at : self.at + length]
-        if len(text) != length:
-            raise IndexError(self.at)
-        self.at += length
-        return text.decode("utf-8", errors="replace")
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            element, count = self.take("<IQ")
-            if element in _SCALARS:
-                return list(self.take(f"<{count}{_SCALARS[element]}"))
-            return [self.value(element) for _ in range(count)]
-        if kind not in _SCALARS:
-            raise GGUFError(f"value type {kind} is not one of {sorted([*_SCALARS, _STRING, _ARRAY])}")
-        return self.take("<" + _SCALARS[kind])[0]
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            cursor = GgufCursor(data)
+            _, pairs = cursor.begin()
+            return dict(cursor.pair() for _ in range(pairs))
+    except RecursionError as error:
+        raise GGUFError(f"{path}: arrays inside arrays without end") from error
+    except (struct.error, OverflowError, MemoryError) as error:
+        raise GGUFError(f"{path}: the file ends inside its metadata") from error
+    except DAMAGE as error:
+        raise GGUFError(f"{path}: {error}") from error

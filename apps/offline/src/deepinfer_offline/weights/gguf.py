@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepinfer_offline.engine.base import EngineStartError
+from deepinfer_offline.weights.gguf_cursor import DAMAGE, GgufCursor
 
 if TYPE_CHECKING:
     import torch
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # general.architecture -> model_type
 
 _TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
@@ -41,9 +40,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_DAMAGE = (ValueError, TypeError, LookupError, ArithmeticError, MemoryError, RecursionError, struct.error)
-_UNREADABLE = (OSError, *_DAMAGE)
-"""What reading a damaged file may raise: its counts, lengths and types are any numbers."""
+_UNREADABLE = (OSError, *DAMAGE)
 ROPE_DIVISORS = "rope_freqs.weight"
 """Per-frequency divisors that Llama 3 files carry; they end up in the configuration."""
 
@@ -72,7 +69,7 @@ def read_header(path: Path) -> GgufHeader:
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Cursor(data).header()
+            return _HeaderCursor(data).header()
     except _UNREADABLE as error:
         raise EngineStartError(f"{path} is not a GGUF file that this version reads: {error}") from error
 
@@ -205,20 +202,15 @@ def _decode(data: np.ndarray, entry: _Entry, path: Path) -> np.ndarray:
             raise EngineStartError(f"{path} ends before its tensor data does")
         rows = raw.reshape(*entry.shape[:-1], entry.shape[-1] // block * width)
         return dequantize(rows, kind)
-    except (*_DAMAGE, NotImplementedError) as error:
+    except (*DAMAGE, NotImplementedError) as error:
         raise EngineStartError(f"{path} stores tensors in GGML type {entry.kind}, which cannot be decoded") from error
 
 
-class _Cursor:
-    """A reading position in the header."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
+class _HeaderCursor(GgufCursor):
+    """Passes over arrays of strings: vocabularies are long."""
 
     def header(self) -> GgufHeader:
-        magic, version, tensors, pairs = self.take("<4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"magic {magic!r} and version {version}, not b'GGUF' and 2 or 3")
+        tensors, pairs = self.begin()
         facts = dict(self.pair() for _ in range(pairs))
         entries = dict(self.entry() for _ in range(tensors))
         alignment = facts.get("general.alignment", 32)
@@ -226,40 +218,11 @@ class _Cursor:
             raise ValueError(f"general.alignment is {alignment}")
         return GgufHeader(facts, entries, -(-self.at // alignment) * alignment)
 
-    def take(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(layout, self.data, self.at)
-        self.at += struct.calcsize(layout)
-        return values
-
-    def string(self) -> str:
-        (length,) = self.take("<Q")
-        if length > len(self.data) - self.at:
-            raise ValueError(f"a text of {length} bytes at byte {self.at} of {len(self.data)}")
-        self.at += length
-        return self.data[self.at - length : self.at].decode("utf-8", errors="replace")
-
-    def pair(self) -> tuple[str, Any]:
-        key = self.string()
-        return key, self.value(self.take("<I")[0])
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            element, count = self.take("<IQ")
-            if element == _STRING:
-                return self.skip_strings(count)
-            return [self.value(element) for _ in range(count)] if element == _ARRAY else self.skip(element, count)
-        return self.take("<" + _SCALARS[kind])[0]
-
-    def skip_strings(self, count: int) -> None:
+    def strings(self, count: int) -> None:
         length, data, at = struct.Struct("<Q"), self.data, self.at
         for _ in range(count):
             at += 8 + length.unpack_from(data, at)[0]
         self.at = at
-
-    def skip(self, element: int, count: int) -> list[Any] | None:
-        return list(self.take(f"<{count}{_SCALARS[element]}"))
 
     def entry(self) -> tuple[str, _Entry]:
         name = self.string()
