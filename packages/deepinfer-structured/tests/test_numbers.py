@@ -83,5 +83,5 @@ def test_bounds_beyond_the_exact_floats_are_kept_beside_a_multiple(accepts, step
 
 def test_a_multiple_of_too_many_digits_is_named(accepts):
     with pytest.raises(LimitExceeded, match="cannot express") as caught:
-        accepts({"properties": {"a": {"multipleOf": 1e-12}}}, "{}")
-    assert (caught.value.pointer, caught.value.keyword) == ("/properties/a", "multipleOf")
+        accepts({"properties": {"a": {"multipleOf": 1e-12}, "b": {"multipleOf": 1e-12}}}, "{}")
+    assert (caught.value.pointer, caught.value.keyword) == ("/properties/a", "multipleOf"), "the first of them"

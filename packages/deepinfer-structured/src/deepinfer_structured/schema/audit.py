@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from deepinfer_structured.errors import UnsupportedSchema
-from deepinfer_structured.schema.document import SILENT, is_known_dialect, subschemas
+from deepinfer_structured.schema.document import SILENT, every_schema, is_known_dialect
 
 _HALF = re.compile("[\ud800-\udfff]")
 _MOST_NAMED = 5
@@ -30,7 +29,7 @@ def remarks(schema: Any) -> list[str]:
     if isinstance(uri, str) and not is_known_dialect(uri):
         found.append(f"$schema {uri[:200]!r} is no draft that is known here; the schema is read as draft 2020-12")
     unknown: dict[str, str] = {}
-    for pointer, inner in _all(schema):
+    for pointer, inner in every_schema(schema):
         for keyword in inner:
             if keyword not in _KEYWORDS and keyword not in SILENT and not keyword.startswith("x-"):
                 unknown.setdefault(keyword, pointer or "/")
@@ -48,7 +47,7 @@ def _named(keyword: str, pointer: str) -> str:
 
 def check_characters(schema: Any) -> None:
     """Raises UnsupportedSchema for text with half a character, a lone surrogate, where it would have to be generated."""
-    for pointer, inner in _all(schema):
+    for pointer, inner in every_schema(schema):
         for keyword, value in inner.items():
             if keyword in ("enum", "const", "required", "properties", "patternProperties") and (
                 half := _half(value, keyword in ("enum", "const"))
@@ -70,12 +69,3 @@ def _half(value: Any, deep: bool) -> str:
         elif isinstance(item, list):
             stack += item
     return ""
-
-
-def _all(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    stack = [("", schema)]
-    while stack:
-        pointer, inner = stack.pop()
-        if isinstance(inner, dict):
-            yield pointer, inner
-            stack += reversed([(f"{pointer}/{path}", sub) for path, sub in subschemas(inner)])

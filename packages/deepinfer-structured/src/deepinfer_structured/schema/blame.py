@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from deepinfer_structured.schema.document import Node, escape, subschemas
+from deepinfer_structured.schema.document import Node, escape, every_schema, subschemas
 
 FEWER = "list fewer alternatives here, tell them apart by a required property with a `const`, or split the schema"
 SHORTER = "simplify or drop the pattern, or bound the text with maxLength alone, or split the schema"
@@ -64,14 +64,14 @@ def of_nodes(nodes: Sequence[Node], *, textual: bool = False) -> Place:
 
 def of_keyword(schema: Any, keyword: str) -> Place:
     """The first place with a keyword."""
-    return next(((pointer, keyword) for pointer, inner in _all(schema) if keyword in inner), ("", keyword))
+    return next(((pointer, keyword) for pointer, inner in every_schema(schema) if keyword in inner), ("", keyword))
 
 
 def of_text(schema: Any) -> Place:
     """The keyword of the whole schema with the most alternatives: for when nothing else is known."""
     for order in (_COMBINING[:11], _COMBINING):
         best, found = 0, ("", "type")
-        for pointer, inner in _all(schema):
+        for pointer, inner in every_schema(schema):
             for weight, keyword in enumerate(reversed(order)):
                 value = inner.get(keyword)
                 count = len(value) if isinstance(value, (list, dict)) else 0
@@ -127,12 +127,3 @@ def _replaced(value: Any, part: str, new: Any) -> Any:
 
 def _first(schema: dict[str, Any], order: Sequence[str]) -> str:
     return next((k for k in order if k in schema), "")
-
-
-def _all(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    stack = [("", schema)]
-    while stack:
-        pointer, inner = stack.pop()
-        if isinstance(inner, dict):
-            yield pointer, inner
-            stack += [(f"{pointer}/{path}", sub) for path, sub in subschemas(inner)]

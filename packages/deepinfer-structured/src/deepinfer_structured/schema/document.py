@@ -268,6 +268,16 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}/{escape(n)}", s) for n, s in schema[key].items())
 
 
+def every_schema(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A schema and all inside it in known positions, with their pointers: first ones first."""
+    stack = [("", schema)]
+    while stack:
+        pointer, inner = stack.pop()
+        if isinstance(inner, dict):
+            yield pointer, inner
+            stack += reversed([(f"{pointer}/{path}", sub) for path, sub in subschemas(inner)])
+
+
 def escape(part: str | int) -> str:
     """One segment of a JSON pointer."""
     return str(part).replace("~", "~0").replace("/", "~1")
