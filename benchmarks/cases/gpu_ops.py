@@ -19,7 +19,7 @@ def run_mhc(recorder: Recorder) -> None:
         torch.randn(3, device="cuda"),
     )
     weight = torch.randn(D, device="cuda").bfloat16()
-    for t in (8, 64, 1024, 4096):
+    for t in (8, 64, 1024, 4096, 16384):
         streams = torch.randn(t, S, D, device="cuda").bfloat16()
         output = torch.randn(t, D, device="cuda").bfloat16()
         post, pre = torch.rand(t, S, device="cuda"), torch.rand(t, S, device="cuda")
@@ -116,7 +116,7 @@ def run_indexer(recorder: Recorder) -> None:
 
 def run_rows(recorder: Recorder) -> None:
     """Norm, rope, records, compressor, Engram rows. At 4,096 tokens a row of records is launch-bound: hence 32,768 too."""
-    for t in (64, 4096, 32768):
+    for t in (64, 1024, 4096, 32768):
         _norms(recorder, t)
         _records(recorder, t)
         values, gates = torch.randn(t, 2, 512, device="cuda"), torch.randn(t, 2, 512, device="cuda")
@@ -129,7 +129,7 @@ def run_rows(recorder: Recorder) -> None:
         )
     table8 = torch.randn(1 << 20, 256, device="cuda").to(torch.float8_e4m3fn)
     scale = torch.randint(120, 130, (1 << 20, 8), dtype=torch.uint8, device="cuda").view(torch.float8_e8m0fnu)
-    for t in (64, 4096):
+    for t in (64, 1024, 4096):
         rows = torch.randint(0, 1 << 20, (t, 24), device="cuda")
         recorder.record(
             "engram_gather",
