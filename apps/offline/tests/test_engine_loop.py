@@ -88,6 +88,9 @@ def test_a_refused_request_queues_nothing() -> None:
         Request("d", [-1], SamplingParams()),
         ask(logit_bias={VOCAB: 1}),
         ask(stop_token_ids=[VOCAB]),
+        ask(logit_bias={3: 1, 1 << 70: 1}),
+        ask(stop_token_ids=[1 << 70]),
+        Request("e", [1 << 70], SamplingParams()),
         ask(logprobs=VOCAB + 1),
     ):
         with pytest.raises(RequestError):

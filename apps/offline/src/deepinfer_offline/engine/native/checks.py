@@ -23,8 +23,8 @@ def check_request(
     if params.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer; this model has none: use stop_token_ids", param="stop")
     for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
-        if ids:
-            _check_ids(name, np.fromiter(ids, np.int64, len(ids)), info.vocab_size)
+        if (largest := max(ids, default=0)) >= info.vocab_size:  # any integer so far
+            raise _unknown_id(name, largest, info.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, name)
         if wanted is not None and wanted > info.vocab_size:
@@ -50,7 +50,8 @@ def _check_prompt(request: Request, info: EngineInfo, image_token_id: int | None
         ids = np.asarray(request.prompt_token_ids, np.int64)
     except (TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"the prompt's token ids are not integers: {error}", param="prompt") from error
-    _check_ids("prompt", ids, info.vocab_size)
+    if int(ids.view(np.uint64).max()) >= info.vocab_size:  # a negative id is a large number there
+        raise _unknown_id("prompt", int(ids[(ids < 0) | (ids >= info.vocab_size)][0]), info.vocab_size)
     if image_token_id is not None and (ids == image_token_id).any():
         place = int(np.argmax(ids == image_token_id))
         raise RequestError(
@@ -61,12 +62,7 @@ def _check_prompt(request: Request, info: EngineInfo, image_token_id: int | None
         )
 
 
-def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
-    if int(ids.view(np.uint64).max()) < vocab_size:  # a negative id is a large number there
-        return
-    bad = ids[(ids < 0) | (ids >= vocab_size)]
-    raise RequestError(
-        f"{name} has token id {int(bad[0])}; this model's ids are 0 to {vocab_size - 1}",
-        code="invalid_value",
-        param=name,
+def _unknown_id(name: str, token_id: int, vocab_size: int) -> RequestError:
+    return RequestError(
+        f"{name} has token id {token_id}; this model's ids are 0 to {vocab_size - 1}", code="invalid_value", param=name
     )
