@@ -312,6 +312,17 @@ def test_v41_has_room_for_what_captured_steps_score(running: int, longest: int) 
     assert not served & {(256, 1 << 20), (1000, 200_000)}
 
 
+@pytest.mark.parametrize("longest", [1 << 12, 1 << 17, 1 << 20])
+@pytest.mark.usefixtures("served")
+def test_v41_has_room_for_a_prompts_step_at_any_length(longest: int) -> None:
+    """What grows with the context: scores of a slab, and for all rows which blocks are candidates, in parts and put together."""
+    facts, short = (DeepSigV41Model.describe(V41, replace(V41_OPTIONS, max_model_len=m)) for m in (longest, 1))
+    rows, blocks = V41_OPTIONS.max_step_tokens, longest // V41["text_config"]["candidate_block_size"]
+    slab = min(rows, (1 << 28) // longest) * longest
+    grown = facts.workspace_bytes - short.workspace_bytes
+    assert slab * (4 + 1) + 2 * rows * blocks <= grown + 8 * rows <= slab * 8 + 3 * rows * blocks
+
+
 @pytest.mark.usefixtures("served")
 def test_v41_plans_no_captured_steps_where_none_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """They read packed FP4 experts, by kernels that take the model's shape: a checkpoint may have others, a device none."""

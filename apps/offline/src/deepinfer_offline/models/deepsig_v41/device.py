@@ -21,6 +21,7 @@ from deepinfer_offline.models.deepsig_v41.config import V41Config
 from deepinfer_offline.models.deepsig_v41.device_rows import Constants, DeviceRows, HostRows
 from deepinfer_offline.models.deepsig_v41.device_weights import DeviceLayer, DeviceSite, wide_product
 from deepinfer_offline.models.deepsig_v41.engram import EngramHash
+from deepinfer_offline.models.deepsig_v41.memory import MAX_SCORES
 from deepinfer_offline.models.deepsig_v41.replay import DecoderReplay, kept_rows, plan_trim
 from deepinfer_offline.models.deepsig_v41.schedule import LayerPlan, Schedule
 from deepinfer_offline.models.deepsig_v41.stage import Frequencies
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from deepinfer_offline.models.base import ForwardBatch
 
 _FUSED_ROWS = 128  # up to here one kernel rotates and projects; above, the batched product writes its result in place
-_MAX_SCORES = 1 << 28  # indexer scores held at once, float32 elements: 1 GiB
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Flow:
         pre: float32 [T, S], carried to the next site.
         output: [T, d] of the last sublayer with its `mix`, to be mixed in at the next seam; None before the first.
         selected: int32 [T, k], slots of the entries of the last selection.
-        candidates: bool [T, entries] in force, or None.
+        candidates: bool [T, blocks of entries] in force, or None.
     """
 
     streams: Tensor
@@ -274,7 +274,7 @@ class DeviceBackbone:
         pool = pool.view(-1, entries_per_block(self.block_size, plan.ratio), pool.shape[1])
         publishes = plan.publishes_candidates and -(-columns // c.candidate_block_size) > c.candidate_topk_blocks
         candidates = flow.candidates if plan.uses_candidates else None
-        size = max(1, _MAX_SCORES // columns)
+        size = max(1, MAX_SCORES // columns)
         chosen, published = [], []
         for start in range(0, rows.count, size):
             part = slice(start, start + size)
@@ -288,14 +288,15 @@ class DeviceBackbone:
                 max_entries=columns,
             )
             if publishes:
-                published.append(
-                    self.kernels.candidate_mask(
-                        scores, visible[part], blocks=c.candidate_topk_blocks, block_size=c.candidate_block_size
-                    )
+                mask = self.kernels.candidate_mask(
+                    scores, visible[part], blocks=c.candidate_topk_blocks, block_size=c.candidate_block_size
                 )
+                published.append(_kept_blocks(mask, c.candidate_block_size))
+                del mask
             elif candidates is not None:
-                scores.masked_fill_(~candidates[part], -torch.inf)
+                _leave_blocks(scores, candidates[part], c.candidate_block_size)
             chosen.append(self.kernels.topk_lowest_index(scores, c.index_topk, visible[part]))
+            del scores  # before there are others
         if publishes:
             flow.candidates = published[0] if len(published) == 1 else torch.cat(published)
         elif plan.publishes_candidates:
@@ -356,3 +357,19 @@ class DeviceBackbone:
         hidden = self.kernels.rms_norm(collapsed, self.weights.norm, self.config.rms_norm_eps)
         features = torch.cat(flow.features, dim=-1) if flow.features else None
         return StepResult(hidden, features, flow.rows)  # type: ignore[arg-type]
+
+
+def _kept_blocks(mask: Tensor, size: int) -> Tensor:
+    """bool [t, entries] to bool [t, blocks of `size` entries]: whether any is kept. Those that are not seen have no say later."""
+    if mask.shape[1] % size:
+        mask = functional.pad(mask, (0, -mask.shape[1] % size))
+    return mask.unflatten(1, (-1, size)).any(-1)
+
+
+def _leave_blocks(scores: Tensor, kept: Tensor, size: int) -> None:
+    """Set scores [t, entries] outside of the kept blocks, bool [t, blocks], to -inf, in place.
+
+    A last block that is not whole is the newest one of every row that sees it, and so always kept.
+    """
+    whole = scores.shape[1] // size
+    scores[:, : whole * size].unflatten(1, (whole, size)).masked_fill_(~kept[:, :whole, None], -torch.inf)

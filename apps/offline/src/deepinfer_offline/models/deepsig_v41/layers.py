@@ -30,9 +30,14 @@ def layer_notes(config: V41Config, options: ModelOptions) -> tuple[str, ...]:
     return slower_notes({OP: registry.missed(OP, options.device, options.dtype, config)})
 
 
+def takes_kernels(config: V41Config, options: ModelOptions) -> bool:
+    """Whether `DeviceBackbone` runs the layers."""
+    return registry.select(OP, options.device, options.dtype, detail=config).name == NAME
+
+
 def packs_experts(config: V41Config, options: ModelOptions) -> bool:
     """Whether FP4 experts are repacked at load for the kernels that will read them."""
-    return config.quantised and registry.select(OP, options.device, options.dtype, detail=config).name == NAME
+    return config.quantised and takes_kernels(config, options)
 
 
 def pack_experts(experts: Any, *, dtype: torch.dtype) -> Any:

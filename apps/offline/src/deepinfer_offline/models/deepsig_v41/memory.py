@@ -7,14 +7,16 @@ import torch
 from deepinfer_offline.models.base import ModelOptions
 from deepinfer_offline.models.deepsig_v41.aside import ASIDE_ROWS
 from deepinfer_offline.models.deepsig_v41.config import V41Config
-from deepinfer_offline.models.deepsig_v41.layers import packs_experts
+from deepinfer_offline.models.deepsig_v41.layers import packs_experts, takes_kernels
 from deepinfer_offline.models.deepsig_v41.layout import TensorSpec, checkpoint_specs
 from deepinfer_offline.models.deepsig_v41.schedule import Schedule
 
+MAX_SCORES = 1 << 28
+"""Indexer scores that `DeviceBackbone` holds at once, float32 elements: 1 GiB."""
 DENSE_EXPERTS_LIMIT = 8 << 30  # bytes; packed experts beyond this stay FP4 and are unpacked when used
 
 _LONG = 1 << 17  # positions that there is room for in every row of a step; longer sequences are few
-_SCORED = 6  # bytes of an entry in a captured step: its score, and whether it is a candidate and is not
+_SCORED = 6  # bytes of an entry while it is scored on a device: the score, whether it is a candidate, and best ones
 _EXPERT_ROWS = 8  # most rows that pad those of an expert
 
 _FLOAT32_PARTS = (".gate.weight", ".gate.bias", ".attn_sink", "head.weight", ".confidence_head.proj.weight")
@@ -54,9 +56,15 @@ def dense_weight_bytes(config: V41Config, schedule: Schedule, options: ModelOpti
 
 def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
     """Peak bytes of one step beside weights and cache: streams and projections of every row, scores of one slab."""
-    tokens = options.max_step_tokens
-    entries = tokens * min(options.max_model_len, _LONG)  # only one sequence is longer at once
-    return _row_bytes(config, options, tokens) + 2 * entries + 4 * 4 * (1 << 24)
+    tokens, longest = options.max_step_tokens, options.max_model_len
+    rows = _row_bytes(config, options, tokens)
+    if takes_kernels(
+        config, options
+    ):  # all rows as wide as the longest, and which of their blocks are candidates, twice
+        scores = min(tokens * longest, max(MAX_SCORES, longest))
+        return rows + _SCORED * scores + 2 * tokens * -(-longest // config.candidate_block_size)
+    entries = tokens * min(longest, _LONG)  # only one sequence is longer at once
+    return rows + 2 * entries + 4 * 4 * (1 << 24)
 
 
 def graph_bytes(config: V41Config, options: ModelOptions) -> tuple[int, int]:
