@@ -118,6 +118,30 @@ def test_prompt_log_probabilities(runner: ModelRunner) -> None:
     assert last.token_ids.tolist() == [[22]]
 
 
+def test_steps_that_wait_say_so(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that runs calls in the caller's thread would stop planning for them."""
+    said: list[bool] = []
+    submit = runner._worker.submit
+
+    def spy(call: Any, *, waits: bool = False) -> Any:
+        said.append(waits)
+        return submit(call, waits=waits)
+
+    runner.add_sequence(0, [5, 6, 7, 8], prompt_logprobs=(4, 2))
+    runner.add_sequence(1, [5, 6, 7, 8])
+    monkeypatch.setattr(runner._worker, "submit", spy)
+    plans = [
+        plan_of([{"slot": 1, "count": 4, "prefill": True}]),
+        plan_of([{"slot": 0, "count": 4, "prefill": True}], 2),
+        plan_of([{"slot": 0, "start": 4}, {"slot": 1, "start": 4}], 3),
+        plan_of([{"slot": 0, "start": 5, "count": 2, "drafts": 1}], 4),
+    ]
+    for plan in plans:
+        runner.collect(runner.launch(plan))
+    runner.collect(runner.launch(plan_of([{"slot": 0, "start": 6}], 5), masks=lambda _samples: None))
+    assert said == [False, True, False, True, True]
+
+
 def test_masks_are_asked_for_when_the_logits_are_there(runner: ModelRunner) -> None:
     runner.add_sequence(0, [5])
     asked: list[list[int]] = []

@@ -51,9 +51,6 @@ class Flight:
     plan: StepPlan
     future: Future[_Enqueued | EnqueuedAhead]
 
-    def done(self) -> bool:
-        return self.future.done()
-
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
@@ -204,10 +201,6 @@ class ModelRunner:
         ids = token_ids[inside].astype(np.int64)
         self._check(self._worker.submit(lambda: self.tokens.scatter(self._put(index), self._put(ids))))
 
-    def release(self, slot: int) -> None:
-        """Forget a slot. Steps in flight that still have a row of it are not disturbed."""
-        self._prompt_logprobs.pop(slot, None)
-
     # --- steps -----------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan, masks: MaskSource | None = None) -> Flight:
@@ -225,8 +218,8 @@ class ModelRunner:
                 "a plan for steps that follow each other on the device, and nobody to run them"
             )
             call = self.ahead.launch(plan, inputs, masks, moves)
-            return Flight(plan, self._worker.submit(call, waits=masks is not None))
-        waits = masks is not None or bool(plan.drafts.any())
+            return Flight(plan, self._worker.submit(call, waits=masks is not None or bool(inputs.prompts)))
+        waits = masks is not None or bool(plan.drafts.any()) or bool(inputs.prompts)
         return Flight(plan, self._worker.submit(lambda: self._run(plan, inputs, masks, moves), waits=waits))
 
     def move(self, call: Callable[[], Any]) -> Future[Any]:

@@ -15,7 +15,7 @@ class Worker(Protocol):
     """Runs calls one after another, in the order of `submit`."""
 
     def submit(self, call: Callable[[], Any], *, waits: bool = False) -> Future[Any]:
-        """Run a call; `waits` says that it may wait for something that the caller does later."""
+        """Run a call; `waits` says that it may wait for the device, or for something that the caller does later."""
         ...
 
     def close(self) -> None: ...
