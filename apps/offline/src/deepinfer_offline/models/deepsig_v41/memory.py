@@ -58,9 +58,8 @@ def workspace_bytes(config: V41Config, options: ModelOptions) -> int:
     """Peak bytes of one step beside weights and cache: streams and projections of every row, scores of one slab."""
     tokens, longest = options.max_step_tokens, options.max_model_len
     rows = _row_bytes(config, options, tokens)
-    if takes_kernels(
-        config, options
-    ):  # all rows as wide as the longest, and which of their blocks are candidates, twice
+    if takes_kernels(config, options):
+        # All rows are as wide as the longest; which of their blocks are candidates is there in parts, then put together.
         scores = min(tokens * longest, max(MAX_SCORES, longest))
         return rows + _SCORED * scores + 2 * tokens * -(-longest // config.candidate_block_size)
     entries = tokens * min(longest, _LONG)  # only one sequence is longer at once
