@@ -10,8 +10,11 @@ from deepinfer_specdec.dspark import DSparkConfig, DSparkModel, save_draft
 from safetensors.torch import save_file
 
 
-def write_models(folder: Path, width: int) -> None:
-    """A target whose next token hangs mostly on its last one, and a draft of `width` that knows that much: it is often right."""
+def write_models(folder: Path, width: int, draft_scale: float = 0.02) -> None:
+    """A target whose next token hangs mostly on its last one, and a draft of `width` that knows that much: it is often right.
+
+    `draft_scale` says how much of a draft comes from what it reads besides, its context.
+    """
     torch.manual_seed(0)
     vocab, hidden, inner, layers = 512, 64, 128, 4
     shapes = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
@@ -44,7 +47,7 @@ def write_models(folder: Path, width: int) -> None:
                                      rope_theta=1e4))  # fmt: skip
     with torch.no_grad():
         embedded = tensors["model.embed_tokens.weight"]
-        draft.norm.weight.fill_(0.02)
+        draft.norm.weight.fill_(draft_scale)
         draft.markov_head.w1.weight.copy_(embedded / embedded.pow(2).mean(-1, keepdim=True).sqrt())
         draft.markov_head.w2.weight.copy_(tensors["lm_head.weight"])
         draft.confidence_head.proj.weight.normal_(0, 0.4)
@@ -54,3 +57,23 @@ def write_models(folder: Path, width: int) -> None:
     raw |= {"max_position_embeddings": 2048, "hidden_act": "silu", "tie_word_embeddings": False}
     raw |= {"enable_confidence_head": True, "confidence_head_with_markov": True, "torch_dtype": "float32"}
     (folder / "draft/config.json").write_text(json.dumps(raw))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token a byte, for grammars: the target has no other text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {c: 3 + i for i, c in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "bos_token": "<s>",
+        "pad_token": "<pad>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))

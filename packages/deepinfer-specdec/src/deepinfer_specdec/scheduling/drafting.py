@@ -20,7 +20,7 @@ class DraftingOptions:
         share: of the time that drafting may lose in the long run: what looks cost, and what it loses before it stops.
         enter: forecast gain from which a look makes every step draft again.
         patience: loss, in steps, at which drafting stops; also the time that new sequences may borrow for a look.
-        reserve: gain, in steps, that is set against later losses at most.
+        reserve: gain, in steps, that is set against later losses at most; also the most that is saved up for looks.
     """
 
     share: float = 0.01
@@ -118,7 +118,7 @@ class DraftingSwitch:
             self._turn(False)
 
     def _book(self, seconds: float, plain: float) -> None:
-        self._account = min(self._account + seconds, max(self._account, self.options.reserve * plain))
+        self._account = min(self._account + seconds, self.options.reserve * plain)
 
     def _turn(self, on: bool) -> None:
         self.on = self._idle = on

@@ -50,7 +50,8 @@ class Drafting:
 
     def judge(self, gain: float, plain: float) -> None:
         """Drafts have come in: see `DraftingSwitch.judge`."""
-        self._switch.judge(gain / self._edge, plain)
+        if self._may_pause:
+            self._switch.judge(gain / self._edge, plain)
 
     def passed(
         self, batch: NDArray[np.integer], sampling: NDArray[np.integer], plain: float, drafting: float
@@ -74,5 +75,5 @@ class Drafting:
             self._held[drafted] = self._met[drafted] = True
         self._switch.passed(plain, drafting, drafted.size)
         new = int(np.count_nonzero(~self._met[sampling]))
-        self.wanted = not self._may_pause or self._switch.wanted(sampling.size, new, plain)
+        self.wanted = self._switch.wanted(sampling.size, new, plain)
         return drafted
