@@ -46,7 +46,7 @@ class StepResult:
         logprobs: of the draws that count and asked for them, or None. `logprobs.rows` indexes `draw_rows`.
         draw_rows: int64 [n], plan row of each draw, ascending positions within a row.
         prompts: log-probabilities of prompt tokens.
-        seconds: wall time of the step in its thread.
+        seconds: of the step on its device, see `StepClock`.
         verified: int32 [R], drafts that each row verified.
         drafted: blocks for the next step, where the step made any.
     """
