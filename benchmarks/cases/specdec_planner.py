@@ -24,7 +24,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -33,14 +33,14 @@ import numpy as np
 from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
 from deepinfer_offline.engine.native.dspark import DSparkDrafter
 from deepinfer_offline.engine.native.results import DraftedRows, StepResult
-from deepinfer_offline.engine.native.speculation import EDGE, Speculation
+from deepinfer_offline.engine.native.speculation import Speculation
 from deepinfer_sched import Ahead, StepPlan
 from deepinfer_sched.slots import SlotState
 from deepinfer_specdec import Draft, VerificationPlanner, admit
-from deepinfer_specdec.scheduling.budget import StepLoad
+from deepinfer_specdec.scheduling.budget import EDGE, StepLoad
 from deepinfer_specdec.scheduling.calibration import TemperatureScaling
 from deepinfer_specdec.scheduling.choice import choose, round_sizes
-from deepinfer_specdec.scheduling.costs import StepCosts
+from deepinfer_specdec.scheduling.costs import StepCosts, ahead_costs
 from deepinfer_specdec.scheduling.hopes import Hopes
 from deepinfer_specdec.scheduling.worth import token_worth
 from deepinfer_specdec.simulation.throughput import v4_flash_draft, v4_flash_verify
@@ -94,9 +94,10 @@ def learned(costs: StepCosts, rows: int, width: int) -> StepCosts:
     return costs
 
 
-def ahead(rows: int, width: int, logits: np.ndarray) -> Step:
+def ahead(rows: int, width: int, logits: np.ndarray, graphs: Sequence[int] = ()) -> Step:
     """`deepinfer_offline.engine.native.ahead_drafts`: what it calls when a step has landed and the next one is planned."""
-    planner, costs, slots = VerificationPlanner(rows, width, EDGE), learned(StepCosts(), rows, width), np.arange(rows)
+    planner, slots = VerificationPlanner(rows, width, EDGE), np.arange(rows)
+    costs = learned(ahead_costs(builds=False, graphs=graphs), rows, width)
     scaling, most = TemperatureScaling.identity(width), np.full(rows, width, np.int32)
 
     def step(number: int) -> int:
@@ -107,6 +108,11 @@ def ahead(rows: int, width: int, logits: np.ndarray) -> Step:
         return budget
 
     return timed(step)
+
+
+def ahead_graphs(rows: int, width: int, logits: np.ndarray) -> Step:
+    """The same for steps that are padded to graphs."""
+    return ahead(rows, width, logits, VERIFY.graphs.tolist())
 
 
 def synchronous(rows: int, width: int, logits: np.ndarray) -> Step:
@@ -201,13 +207,13 @@ class Loop:
         return StepResult(plan, ids, kept + 1, None, np.zeros(0, np.int64), (), seconds, verified, made)
 
 
-def engine_ahead(rows: int, width: int, logits: np.ndarray) -> Step:
+def engine_ahead(rows: int, width: int, logits: np.ndarray, graphs: Sequence[int] = ()) -> Step:
     """`NativeEngine` with a model that drafts in its steps."""
     loop = Loop(rows, width, in_flight=1)
     facts = SimpleNamespace(cache_groups=[SimpleNamespace(name="kv", block_size=16)])
     model = SimpleNamespace(facts=facts, options=SimpleNamespace(device="cpu"), draft_group="kv", draft_width=width)
     drafter = DSparkDrafter(SimpleNamespace(model=model), loop.scheduler, *3 * [None])  # type: ignore[arg-type]
-    planned = AheadDrafts(drafter, loop.scheduler, EDGE, builds=False)
+    planned = AheadDrafts(drafter, loop.scheduler, EDGE, builds=False, graphs=graphs)
     speculation = Speculation(drafter, loop.scheduler, SimpleNamespace(), ahead=planned)  # type: ignore[arg-type]
     learned(planned.costs, rows, width)
     planned.plain.observe_ahead(rows, float(VERIFY.seconds(rows)))
@@ -239,6 +245,11 @@ def engine_ahead(rows: int, width: int, logits: np.ndarray) -> Step:
         return time.perf_counter() - again + between - begin, int(verified.sum())
 
     return step
+
+
+def engine_ahead_graphs(rows: int, width: int, logits: np.ndarray) -> Step:
+    """The same for steps that are padded to graphs."""
+    return engine_ahead(rows, width, logits, VERIFY.graphs.tolist())
 
 
 class Ready:
@@ -298,7 +309,7 @@ def engine_synchronous(rows: int, width: int, logits: np.ndarray) -> Step:
 def measure(rows: int, width: int) -> dict[str, Times]:
     """Times of a step. Each step drafts other confidences."""
     logits = np.random.default_rng(0).normal(0.9, 1.0, (BLOCKS, rows, width)).astype(np.float32)
-    made = (ahead, synchronous, vllm, engine_ahead, engine_synchronous)
+    made = (ahead, ahead_graphs, synchronous, vllm, engine_ahead, engine_ahead_graphs, engine_synchronous)
     return {make.__name__.replace("_", " "): times(make(rows, width, logits)) for make in made}
 
 
@@ -318,7 +329,7 @@ def run(argv: list[str]) -> int:
         print(f"{args.rows} requests x {args.width} drafts, microseconds per step; bar {BAR:.0f} for the median")
         for name, found in result.items():
             print(
-                f"  {name:18} median {found.median_us:6.1f}   p90 {found.p90_us:6.1f}   mean {found.mean_us:6.1f}"
+                f"  {name:19} median {found.median_us:6.1f}   p90 {found.p90_us:6.1f}   mean {found.mean_us:6.1f}"
                 f"   budget {found.budget:4}"
             )
     return 0 if max(found.median_us for found in result.values()) <= BAR else 1

@@ -22,6 +22,7 @@ from deepinfer_specdec.scheduling.cost import CostCurve
 
 # A jag is crossed only for a gain above this share over the root of the rows: one row is a poor sample of the forecast.
 MARGIN = 0.06
+EDGE = 0.02  # share that the native engine's steps with drafts must promise over those without: forecasts err
 
 
 @dataclass(frozen=True, slots=True)

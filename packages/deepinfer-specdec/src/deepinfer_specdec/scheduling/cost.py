@@ -75,6 +75,11 @@ class CostCurve:
         """int64 [n], the points that the curve rests on."""
         return self._points
 
+    @property
+    def graphs(self) -> NDArray[np.int64]:
+        """int64 [n], sizes that steps are padded to."""
+        return self._points[self._points <= self._padded_to]
+
     def seconds(self, sizes: NDArray[np.integer] | int) -> NDArray[np.float64]:
         """Seconds of steps of `sizes` (any shape); 0 for size 0. Does not change the curve."""
         wanted = np.asarray(sizes, dtype=np.int64)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepinfer_specdec.scheduling.graphs import GraphSizes, GraphSurcharge
 from deepinfer_specdec.scheduling.surcharge import GRID, Surcharge, Typical, lower_third, nearest
 
 _OLD = (
@@ -21,6 +22,9 @@ _MODEST = 1.35  # gain below which what it is measured against must be known wel
 _OFTEN, _RARELY = 32, 128  # steps of a size between two without drafts, for modest and for larger gains
 _PLAIN_WINDOW = 7  # the same for plain steps, which are measured rarely while speculation is on
 _HOST_SHARE = 0.06
+_FIRST_GUESS = 0.25  # of a row's cost: what a draft costs before any was verified, where steps are bound by memory
+_FADES = 128  # steps at a load without drafts after which what they are guessed to cost has halved
+_MOST_FADES = 6
 _KEPT = 8  # steps that an answer is kept at most
 _PRIOR_ROWS = (
     16  # before anything is known a draft costs as much as a row among this many more; also the rows that hide half
@@ -59,6 +63,13 @@ class _Plain:
         return seconds[-1] * rows / sizes[-1] if rows > sizes[-1] else float(np.interp(rows, sizes, seconds))
 
 
+def ahead_costs(*, builds: bool, graphs: Sequence[int] | NDArray[np.integer] = ()) -> StepCosts:
+    """Prices of steps with drafts for a loop that runs ahead and measures nothing at start: the native engine's and the
+    simulator's. For `builds` and `graphs` see `StepCosts`.
+    """
+    return StepCosts(1.0 if builds else _FIRST_GUESS, builds=builds, graphs=graphs)
+
+
 class StepCosts:
     """What the loop's steps take, from the lower thirds of what was measured.
 
@@ -72,17 +83,24 @@ class StepCosts:
     Args:
         first_guess: share of what a row costs that a draft is taken to cost at first. 1 is on the high side: nothing is lost
             by it where a few sure drafts are verified anyway and make prices known. Where verifying is cheap a high guess
-            is never found out: no draft looks worth it.
+            is found out late (without `builds`), or never: no draft looks worth it.
         builds: whether the first step of a size in tokens builds kernels for it; if not, the first of a range of sizes.
+        graphs: sizes in tokens that steps are padded to, see `GraphSizes`. Then drafts are priced by graph (`GraphSurcharge`).
     """
 
-    def __init__(self, first_guess: float = 1.0, *, builds: bool = True) -> None:
+    def __init__(
+        self, first_guess: float = 1.0, *, builds: bool = True, graphs: Sequence[int] | NDArray[np.integer] = ()
+    ) -> None:
         self._first_guess, self._builds = first_guess, builds
+        self._graphs = GraphSizes(graphs)
         self._ahead, self._alone = _Plain(), _Plain()
         self._plain_seen: dict[int, list[int]] = {}  # rows -> [plain measurements, step of the last one]
         self._unchecked: dict[int, int] = {}  # rows -> steps with drafts since a plain one like them
         self._step = 0
         self._extra: dict[int, Surcharge] = {}
+        self._padded: dict[int, GraphSurcharge] = {}  # of rows that a graph serves
+        self._unpriced = GraphSurcharge(self._graphs)
+        self._undrafted: dict[int, int] = {}  # load -> steps without drafts since the last with some
         self._sizes: set[int] = set()  # that ran, see `_size`
         self._extra_seen: dict[int, tuple[int, int]] = {}  # load -> measurements, step of the last one
         self._host = Typical()
@@ -139,10 +157,11 @@ class StepCosts:
 
     def extra(self, rows: int, most: int) -> NDArray[np.float64]:
         """float64 [most + 1]: what 0..most drafts add to a step of `rows` sequences, seconds."""
-        guess = GRID * np.float64(self._first_guess * self.alone(rows) / (rows + _PRIOR_ROWS))
-        load = load_of(rows)
+        load, guess = load_of(rows), self._guess(rows)
         old = self._step - self._extra_seen.get(load, _NEVER)[1] > _OLD
-        return self._extra.get(load, _NOTHING).line(guess, most, old)
+        if rows <= self._graphs.largest:
+            return self._padded.get(load, self._unpriced).line(rows, most, self.alone(rows), guess, old)
+        return self._extra.get(load, _NOTHING).line(GRID * np.float64(guess), most, old)
 
     def host_seconds(self, rows: int) -> float:
         """Time between two synchronous steps that the other loop would hide; a share of a plain step until measured."""
@@ -200,18 +219,31 @@ class StepCosts:
         size = self._size(rows + drafts)
         typical = size in self._sizes
         self._sizes.add(size)
+        load = load_of(rows)
         if drafts == 0:
             self._see_plain(rows)
             self._alone.add(rows, seconds)
+            self._undrafted[load] = self._undrafted.get(load, 0) + 1
             return typical
+        self._undrafted[load] = 0
         self.pass_drafts(rows)
-        if self.known and typical:
-            load = load_of(rows)
+        if self.known and (typical or rows <= self._graphs.largest):
+            self._price(load, rows, drafts, seconds, typical)
             self._extra_seen[load] = self._extra_seen.get(load, _NEVER)[0] + 1, self._step
-            self._extra.setdefault(load, Surcharge(hopeful=not self._builds)).add(
-                drafts, max(0.0, seconds - self.alone(rows))
-            )
         return typical
+
+    def _price(self, load: int, rows: int, drafts: int, seconds: float, typical: bool) -> None:
+        plain = self.alone(rows)
+        if rows > self._graphs.largest:
+            surcharge = self._extra.setdefault(load, Surcharge(hopeful=not self._builds))
+            surcharge.add(drafts, max(0.0, seconds - plain))
+            return
+        if self._size(rows) == self._size(rows + drafts):
+            self._alone.add(rows, seconds)  # the very graph of a step without drafts
+            return
+        padded = self._padded.setdefault(load, GraphSurcharge(self._graphs))
+        if padded.add(rows, drafts, seconds - plain, plain, self._guess(rows), not typical):
+            self._kept.clear()
 
     def pass_drafts(self, rows: int) -> None:
         """A step of `rows` sequences verified drafts: what plain ones take is known less well (`needs_plain`)."""
@@ -226,8 +258,19 @@ class StepCosts:
         if 0.0 < seconds < step_seconds:
             self._host.add(load_of(rows), seconds)
 
+    def _guess(self, rows: int) -> float:
+        """Seconds that a draft is taken to cost before any was verified. What looks dear is never found out to be cheap: so where
+        no kernels are built for a try, it is the less the longer none was worth one.
+        """
+        guess = self._first_guess * self.alone(rows) / (rows + _PRIOR_ROWS)
+        fades = 0 if self._builds else min(_MOST_FADES, self._undrafted.get(load_of(rows), 0) // _FADES)
+        return guess * 0.5**fades
+
     def _size(self, tokens: int) -> int:
-        return tokens if self._builds else nearest(tokens)
+        """What is the same for all numbers of tokens whose steps run the same kernels or the same graph."""
+        if tokens <= self._graphs.largest:
+            return int(self._graphs.place[tokens])
+        return self._graphs.sizes.size + (tokens if self._builds else nearest(tokens))
 
     def _between(self, rows: int) -> bool:
         """Whether plain steps of fewer and of more sequences were measured, neither far from `rows`."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from deepinfer_specdec.draft import Draft
 from deepinfer_specdec.scheduling.admission import admit
 from deepinfer_specdec.scheduling.budget import (
+    EDGE,
     StepLoad,
     early_stop_budget,
     expected_budget,
@@ -19,7 +20,7 @@ from deepinfer_specdec.scheduling.budget import (
 )
 from deepinfer_specdec.scheduling.choice import choose
 from deepinfer_specdec.scheduling.cost import CostCurve
-from deepinfer_specdec.scheduling.costs import StepCosts
+from deepinfer_specdec.scheduling.costs import ahead_costs
 from deepinfer_specdec.scheduling.planner import VerificationPlanner
 
 # DeepSeek-V4-Flash-0731, TP4 on B300, 8192 tokens of context; digitised from figure 2 of the vLLM blog of 2026-08-14.
@@ -172,18 +173,24 @@ def planned(verify: CostCurve, draft: CostCurve, rows: int, width: int) -> Simul
 
 
 def learned(verify: CostCurve, draft: CostCurve, rows: int, width: int) -> Simulated:
-    """`planned` with prices that are not known but learned from the steps themselves, as the native engine's loop ahead does."""
-    planner, slots, costs = VerificationPlanner(rows, width, 0.02), np.arange(rows), StepCosts(0.25, builds=False)
+    """`planned` with prices that are not known but learned from the steps themselves, by the native engine's planner and prices
+    for a loop ahead. The engine captures the curve's graphs before it serves. As in the loop, what a step took is known when
+    the next but one is planned.
+    """
+    planner, slots = VerificationPlanner(rows, width, EDGE), np.arange(rows)
+    costs = ahead_costs(builds=False, graphs=verify.graphs)
+    flying: list[tuple[int, float]] = []
 
     def decide(step: int, block: Draft, replaced: NDArray[np.bool_]) -> Decision:
         for slot in np.flatnonzero(replaced).tolist():
             planner.begin(slot, step)
-        drafting = float(draft.seconds(rows))
-        prices = costs.alone(rows) + costs.extra(rows, rows * width)
-        budget = planner.budget(step + 1, slots, prices) if costs.known else 0
+        budget = planner.budget(step + 1, slots, costs.drafting(rows, rows * width)) if costs.known else 0
+        if flying:
+            costs.observe(rows, *flying.pop())
         survivals = block.survivals()
         planner.record(step, slots, survivals)
-        costs.observe(rows, budget, float(verify.seconds(rows + budget)) + drafting)
+        drafting = float(draft.seconds(rows))
+        flying.append((budget, float(verify.seconds(rows + budget)) + drafting))
         return Decision(drafting, admit(survivals, block.counts, budget))
 
     return decide

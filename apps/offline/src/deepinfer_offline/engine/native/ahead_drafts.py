@@ -7,12 +7,12 @@ device, by the block's own confidences (`ahead_rows.share_drafts`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from deepinfer_sched import DraftsAhead
-from deepinfer_specdec.scheduling.costs import StepCosts
+from deepinfer_specdec.scheduling.costs import StepCosts, ahead_costs
 from deepinfer_specdec.scheduling.planner import VerificationPlanner
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 LAG = 2  # steps between the block that a budget looks at last, and the step it is for
 OUTLIER = 1.5  # a step that took more than this times what such steps take was held up by something else
 
-_FIRST_GUESS = 0.25  # of a row's cost: what a draft costs before any was verified, where steps are bound by memory
-
 
 class AheadDrafts:
     """Plans steps ahead for a drafter whose blocks are made by the steps themselves. Called by the loop's thread only.
@@ -37,6 +35,7 @@ class AheadDrafts:
         scheduler: of the engine.
         edge: share that a step with drafts must promise over one without.
         builds: whether kernels are built for every size of a step, as on a CPU.
+        graphs: sizes in tokens that steps with drafts are padded to, see `AheadSteps.graphs`.
 
     Attributes:
         plain: what steps take in this loop that neither draft nor verify.
@@ -44,10 +43,12 @@ class AheadDrafts:
             plain one.
     """
 
-    def __init__(self, drafter: DSparkDrafter, scheduler: Scheduler, edge: float, *, builds: bool) -> None:
+    def __init__(
+        self, drafter: DSparkDrafter, scheduler: Scheduler, edge: float, *, builds: bool, graphs: Sequence[int]
+    ) -> None:
         self._drafter, self._scheduler = drafter, scheduler
         self.plain = StepCosts()
-        self.costs = StepCosts(1.0 if builds else _FIRST_GUESS, builds=builds)
+        self.costs = ahead_costs(builds=builds, graphs=graphs)
         slots = scheduler.config.max_running
         self._planner = VerificationPlanner(slots, drafter.max_draft, edge, LAG)
         self._of = np.full(slots, -1, np.int64)  # the sequence that the planner's blocks of a slot belong to

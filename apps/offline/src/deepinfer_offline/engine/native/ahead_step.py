@@ -59,7 +59,12 @@ class AheadSteps:
         runner: of the engine; its model has a block draft.
         table: parameters by slot.
         scaling: called when a step is launched: the calibration of its confidences.
+
+    Attributes:
+        graphs: sizes in tokens that steps are padded to. None: they are not captured, on any device.
     """
+
+    graphs: tuple[int, ...] = ()
 
     def __init__(self, runner: ModelRunner, table: SamplingTable, scaling: Callable[[], TemperatureScaling]) -> None:
         self._runner, self._table, self._scaling = runner, table, scaling

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deepinfer_specdec import create_drafter
+from deepinfer_specdec.scheduling.budget import EDGE
 
 from deepinfer_offline.engine.base import EngineStartError
 from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
 from deepinfer_offline.engine.native.ahead_step import AheadSteps, can_run_ahead
 from deepinfer_offline.engine.native.dspark import can_draft, make_dspark
 from deepinfer_offline.engine.native.flags import NO_DRAFT
-from deepinfer_offline.engine.native.speculation import EDGE, Speculation
+from deepinfer_offline.engine.native.speculation import Speculation
 
 if TYPE_CHECKING:
     from deepinfer_cache import CacheManager
@@ -44,8 +45,9 @@ def make_speculation(
     drafter = make_dspark(runner, scheduler, cache.block_table, sampler.choose, options.draft_model)
     ahead = None
     if options.async_scheduling and can_run_ahead(runner.model):
-        runner.ahead = AheadSteps(runner, sampler.table, lambda: drafter.calibration.scaling)
-        ahead = AheadDrafts(drafter, scheduler, EDGE, builds=runner.model.options.device == "cpu")
+        steps = runner.ahead = AheadSteps(runner, sampler.table, lambda: drafter.calibration.scaling)
+        builds = runner.model.options.device == "cpu"
+        ahead = AheadDrafts(drafter, scheduler, EDGE, builds=builds, graphs=steps.graphs)
     return Speculation(drafter, scheduler, runner, reason, trial=True, ahead=ahead)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from deepinfer_specdec import Draft, Drafter
-from deepinfer_specdec.scheduling.budget import best_budget, expected_tokens
+from deepinfer_specdec.scheduling.budget import EDGE, best_budget, expected_tokens
 from deepinfer_specdec.scheduling.choice import choose, round_sizes
 from deepinfer_specdec.scheduling.costs import StepCosts
 from deepinfer_specdec.scheduling.credit import WorkCredit
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from deepinfer_offline.engine.native.results import StepResult
     from deepinfer_offline.engine.native.runner import ModelRunner
 
-EDGE = 0.02  # share that a step with drafts must promise over one without: forecasts err
 _SHARE = 0.005  # of the time, for drafts that nobody verifies; it slows the steps that run meanwhile by as much
 _START, _SAVED = 0.003, 0.004  # seconds of such work to begin with, and at most saved up
 _URGENT = 2  # forecasts on credit when a good part of the rows begin their answers; and after one that promised a gain
