@@ -104,6 +104,24 @@ def test_a_refused_request_queues_nothing() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_an_engine_whose_logits_failed_says_so_and_does_not_hang(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("no memory")
+
+    engine = make_engine(ahead=ahead)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._parts.runner.model, "forward", fail)
+        with pytest.raises(ArithmeticError):
+            engine.logits([1, 2, 3])
+    with pytest.raises(RuntimeError, match=r"logits failed before \(no memory\); start another engine"):
+        engine.logits([1, 2, 3])
+    engine.add_request(ask("a"))
+    with pytest.raises(RuntimeError, match="logits failed before"):
+        engine.step()
+    engine.close()
+
+
 def test_an_answer_that_fails_fails_alone() -> None:
     engine = make_engine()
     requests = [ask("good"), ask("bad", n=2, stop=["~~~~"]), ask("fine", "other")]

@@ -61,6 +61,7 @@ class NativeEngine:
         self._stats = EngineStats()
         self._next_seq = 0
         self._closed = False
+        self._failed: BaseException | None = None  # what broke off `logits`: its step is in flight for good
         # What exists by now lives as long as the engine: looking it over again takes a tenth of a second a time. Once more
         # before, or what is left of an engine before this one would be kept as long.
         gc.collect()
@@ -107,15 +108,24 @@ class NativeEngine:
 
         Raises:
             RequestError: ids that the model does not have, none, or more than the context holds.
-            RuntimeError: requests are unfinished.
+            RuntimeError: requests are unfinished, or an earlier call failed.
         """
         if self.has_unfinished():
             raise RuntimeError("logits need an idle engine; finish or abort the requests first")
+        self._check_whole()
         self._land_all()
         parts = self._parts
         self._check(Request("logits", token_ids, SamplingParams()), has_tokenizer=False)
         self._next_seq += 1
-        return score_sequence(parts.runner, parts.scheduler, parts.cache.block_table, self._next_seq - 1, token_ids)
+        try:
+            return score_sequence(parts.runner, parts.scheduler, parts.cache.block_table, self._next_seq - 1, token_ids)
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _check_whole(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError(f"logits failed before ({self._failed}); start another engine") from self._failed
 
     def _check(self, request: Request, *, has_tokenizer: bool) -> None:
         image = self._parts.runner.model.facts.image_token_id
@@ -127,8 +137,9 @@ class NativeEngine:
         """Launch what can be launched, then take the results of the oldest step; return what finished.
 
         Where answers ended, the next step is launched before they are made up: it may take what they held, and its device
-        should not wait for texts.
+        should not wait for texts. What a step raises is raised by every later call.
         """
+        self._check_whole()
         self._start_compiled()
         self._launch_planned()
         if self._airborne:
