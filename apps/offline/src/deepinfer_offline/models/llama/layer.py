@@ -47,6 +47,14 @@ class LayerOps:
         return cls(load("linear"), rms_norm, multiply, load("paged_attention")(shape), slower_notes(missed))
 
 
+def captures_steps(shape: AttentionShape) -> bool:
+    """Whether the attention of a shape will be one that a CUDA graph can repeat."""
+    if torch.device(shape.device).type != "cuda":
+        return False
+    chosen = registry.select("paged_attention", shape.device, shape.dtype, detail=shape)
+    return getattr(chosen.load(), "captures", False)
+
+
 @dataclass(frozen=True, slots=True)
 class LlamaLayer:
     """Weights and forward of one layer."""

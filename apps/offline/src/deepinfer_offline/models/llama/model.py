@@ -19,7 +19,7 @@ from deepinfer_offline.models.base import (
 )
 from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.models.llama.draft import LlamaDraft, draft_block_bytes, draft_config, draft_weight_bytes
-from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer
+from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer, captures_steps
 from deepinfer_offline.models.llama.weights import EMBED, HEAD, NORM, layer_shapes, read_layers, top_shapes
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
 from deepinfer_offline.ops.products import LayerWidths, Stream
@@ -162,7 +162,6 @@ class LlamaModel:
             weights += config.vocab_size * config.hidden_size * size  # packed again as the output head
         tokens, rows = options.max_step_tokens, options.max_running
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
-        on_cuda = torch.device(options.device).type == "cuda"
         logits = rows * config.vocab_size * (4 + size)
         workspace = tokens * widths * size + 2 * logits
         # Of captured steps those with prompts leave logits out, and others have no more tokens than rows.
@@ -182,7 +181,7 @@ class LlamaModel:
             workspace,
             (group,),
             config.dtype,
-            graph_bytes=graphs if on_cuda and options.draft is None else 0,
+            graph_bytes=graphs if captures_steps(shape) and options.draft is None else 0,
         )
 
 
