@@ -1,8 +1,9 @@
-"""What speculation's scheduler takes of a step, at 256 requests x 7 drafts. Bar: 300 us for each of five, by the median.
+"""What speculation's scheduler takes of a step, at 256 requests x 7 drafts. Bar: 300 us for each, by the median.
 
 The rule alone, at prices that were learned before (`deepinfer_specdec`):
 
 ahead               a block's confidences scaled and recorded, then the next budget; prices go on being learned
+ahead graphs        the same where steps are padded to captured graphs, those of the curve, and priced by graph
 synchronous         prices, survivals corrected by what was kept, budget and lengths in one sort, what became of them taken in
 vllm                inside vLLM: confidences recorded, then the budget by its profile's curve
 
@@ -11,6 +12,7 @@ scheduler and a runner that do nothing:
 
 engine ahead        `Speculation.ahead` and its budget, then `landed`: with the real `AheadDrafts` and `DSparkDrafter`, which
                     settles blocks and refits its calibration (once in 128 steps: see the mean)
+engine ahead graphs the same where steps are padded to graphs, which the engine's own are not on any device so far
 engine synchronous  `Speculation.propose` and `landed`, with a drafter that has its drafts ready: what drafters of token ids take
                     for themselves is not in it
 
