@@ -4,7 +4,8 @@
 run: `planned` in loops that run ahead, `coupled` in the native engine's synchronous loop, where drafts are verified against
 the very number that the target draws with, and `live` for synchronous loops with rejection sampling. Compare planned with
 production, and the other two with paper: they have the same information. `learned` is planned with the native engine's
-prices, which are not known but learned from the steps that run; of up to 2,000 steps the first ones are part.
+prices, which are not known but learned from the steps that run; of up to 2,000 steps the first ones are part. It knows what
+an engine knows that captures its steps: the sizes of the graphs.
 
 Two loads are mixed: in "code and chat" all requests live by steps, in "a job" there are as many answers of code as of chat,
 each ended by its tokens. The bar, 5 % over the best fixed length, is put to the first from two requests on and to the second
