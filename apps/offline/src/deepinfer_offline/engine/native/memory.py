@@ -55,7 +55,7 @@ def choose_kv_bytes(facts: ModelFacts, device: str, asked: int | None, buffers: 
         raise EngineStartError(
             f"too little memory on {device}: weights take {format_bytes(facts.weight_bytes)}, "
             f"a step {format_bytes(facts.workspace_bytes)}, buffers and captured steps {format_bytes(buffers)} "
-            f"(less with a smaller --max-running or --max-tokens-per-step){kv}; {format_bytes(there)} are there"
+            f"(less with a smaller --max-running, --max-tokens-per-step or --max-model-len){kv}; {format_bytes(there)} are there"
         )
     if asked is not None:
         return asked
