@@ -185,3 +185,8 @@ def let_steps_skip_drafts(runner: Any) -> None:
         return result
 
     runner.execute_model = execute_model
+
+
+def let_steps_be(runner: Any) -> None:
+    """Undo `let_steps_skip_drafts`."""
+    vars(runner).pop("execute_model", None)

@@ -37,6 +37,7 @@ class PlannedSpeculation:
     def destroy_worker_extension(self) -> None:
         """Called by vLLM when the worker shuts down: a later engine of this process finds vLLM as it was."""
         compat.restore_manager()
+        compat.let_steps_be(self.model_runner)
 
     def speculation_report(self) -> dict[str, object] | None:
         """What `Report.as_dict` says, or None where this package does not run the verification.
