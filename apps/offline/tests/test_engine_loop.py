@@ -105,19 +105,37 @@ def test_a_refused_request_queues_nothing() -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_an_engine_whose_logits_failed_says_so_and_does_not_hang(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", ["logits", "launch", "apply"])
+def test_an_engine_that_was_broken_off_says_so_and_does_not_hang(
+    ahead: int, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler waits for the result of a step that nobody will take."""
+
     def fail(*_: Any) -> None:
         raise ArithmeticError("no memory")
 
     engine = make_engine(ahead=ahead)
+    parts = engine._parts
+    owner, name = {
+        "logits": (parts.runner.model, "forward"),
+        "launch": (parts.runner, "add_sequences"),
+        "apply": (parts.scheduler, "apply"),
+    }[broken]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._parts.runner.model, "forward", fail)
-        with pytest.raises(ArithmeticError):
-            engine.logits([1, 2, 3])
-    with pytest.raises(RuntimeError, match=r"logits failed before \(no memory\); start another engine"):
+        patch.setattr(owner, name, fail)
+        if broken == "logits":
+            with pytest.raises(ArithmeticError):
+                engine.logits([1, 2, 3])
+        else:
+            engine.add_request(ask("a"))
+            with pytest.raises(ArithmeticError):
+                engine.step()
+            engine.abort("a")
+    said = r"the engine failed before \(no memory\); start another one"
+    with pytest.raises(RuntimeError, match=said):
         engine.logits([1, 2, 3])
-    engine.add_request(ask("a"))
-    with pytest.raises(RuntimeError, match="logits failed before"):
+    engine.add_request(ask("b"))
+    with pytest.raises(RuntimeError, match=said):
         engine.step()
     engine.close()
 

@@ -18,6 +18,7 @@ from deepinfer_offline.engine.base import EngineInfo, EngineStats, Request, Requ
 from deepinfer_offline.engine.native.answer import Answer, End, Group, make_answers, stop_sets
 from deepinfer_offline.engine.native.checks import check_request
 from deepinfer_offline.engine.native.counters import count_step
+from deepinfer_offline.engine.native.failure import Failure
 from deepinfer_offline.engine.native.masks import MaskMaker, StepMasks
 from deepinfer_offline.engine.native.outputs import FactsReader, completion, failed, finished, read_prompt
 from deepinfer_offline.engine.native.parts import Parts
@@ -61,7 +62,7 @@ class NativeEngine:
         self._stats = EngineStats()
         self._next_seq = 0
         self._closed = False
-        self._failed: BaseException | None = None  # what broke off `logits`: its step is in flight for good
+        self._failure = Failure()
         # What exists by now lives as long as the engine: looking it over again takes a tenth of a second a time. Once more
         # before, or what is left of an engine before this one would be kept as long.
         gc.collect()
@@ -112,20 +113,13 @@ class NativeEngine:
         """
         if self.has_unfinished():
             raise RuntimeError("logits need an idle engine; finish or abort the requests first")
-        self._check_whole()
+        self._failure.check()
         self._land_all()
         parts = self._parts
         self._check(Request("logits", token_ids, SamplingParams()), has_tokenizer=False)
         self._next_seq += 1
-        try:
+        with self._failure.watch():
             return score_sequence(parts.runner, parts.scheduler, parts.cache.block_table, self._next_seq - 1, token_ids)
-        except BaseException as error:
-            self._failed = error
-            raise
-
-    def _check_whole(self) -> None:
-        if self._failed is not None:
-            raise RuntimeError(f"logits failed before ({self._failed}); start another engine") from self._failed
 
     def _check(self, request: Request, *, has_tokenizer: bool) -> None:
         image = self._parts.runner.model.facts.image_token_id
@@ -137,9 +131,9 @@ class NativeEngine:
         """Launch what can be launched, then take the results of the oldest step; return what finished.
 
         Where answers ended, the next step is launched before they are made up: it may take what they held, and its device
-        should not wait for texts. What a step raises is raised by every later call.
+        should not wait for texts. After an error every later call raises one.
         """
-        self._check_whole()
+        self._failure.check()
         self._start_compiled()
         self._launch_planned()
         if self._airborne:
@@ -157,7 +151,8 @@ class NativeEngine:
 
     def _launch_planned(self) -> None:
         while (plan := self._plan()) is not None:
-            self._launch(plan)
+            with self._failure.watch():
+                self._launch(plan)
 
     def _plan(self) -> StepPlan | None:
         """The next step; None when one in flight must land first, or there is nothing to run.
@@ -221,8 +216,9 @@ class NativeEngine:
         """
         try:
             result = self._parts.runner.collect(self._airborne[0].flight)
-            self._airborne.popleft()
-            ended = self._apply(result)
+            with self._failure.watch():
+                self._airborne.popleft()
+                ended = self._apply(result)
         except Exception:
             self._open_masks()
             raise
