@@ -52,6 +52,7 @@ LOADS: dict[str, dict[str, object]] = {
     "very noisy": {"within": 2.0},
     "no memory": {"within": 2.0, "memory": 0.0},
     "hopeless": {"mean_logit": -2.0},
+    "short and poor": {"mean_logit": -2.0, "within": 1.0, "life": 3},
     "requests differ": {"between": 1.0, "within": 0.5},
     "code and chat": {"kinds": (2.0, -2.0), "within": 0.5},
     "a job": {"kinds": (2.0, -2.0), "within": 0.5, "tokens": 300},
