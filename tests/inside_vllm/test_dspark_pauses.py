@@ -117,40 +117,34 @@ def test_every_draft_is_judged_once_and_nothing_else_is(told, phase):
     assert judged[1:] == ran[:-1]
 
 
-class Steps:
-    """A runner of vLLM's whose forward pass is left out: what is asked of it is kept, `agreed` is what the ranks agree on."""
+def asked(speculator, wanted, agreed=True, **options):
+    """What a step asks of vLLM's runner, its forward pass left out, and what the adapter takes for true after it.
 
-    def __new__(cls, speculator, agreed=None):
-        import vllm.v1.worker.cpu_worker  # noqa: F401  (before the model runner is imported)
-        from vllm.v1.worker.gpu import model_runner
-
-        runner = object.__new__(model_runner.GPUModelRunner)
-        runner.speculator, runner.execute_model_state, runner.asked = object.__new__(speculator), None, []
-        runner.adaptive_verification = SimpleNamespace(drafting=SimpleNamespace(wanted=False, now=True))
-
-        def execute_model(output, *args, **kwargs):
-            runner.asked.append(output.skip_drafts)
-            proposed = WIDTH if agreed is False or not output.skip_drafts else 0
-            fields = dict.fromkeys(model_runner.ExecuteModelState._fields) | {"num_spec_tokens_to_schedule": proposed}
-            runner.execute_model_state = model_runner.ExecuteModelState(**fields)
-            return "ran"
-
-        runner.execute_model = execute_model
-        return runner
-
-
-def asked(speculator, wanted, agreed=None, **options):
-    """What a step asks of vLLM, and what the adapter then takes for true."""
+    `agreed`: whether the other data-parallel ranks want no drafts either.
+    """
+    import vllm.v1.worker.cpu_worker  # noqa: F401  (before the model runner is imported)
     from deepinfer_specdec.adapters.vllm import compat
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu import model_runner
 
-    runner = Steps(speculator, agreed)
+    runner, skips = object.__new__(model_runner.GPUModelRunner), []
+    drafting = SimpleNamespace(wanted=wanted, now=True)
+    runner.speculator, runner.execute_model_state = object.__new__(speculator), None
+    runner.adaptive_verification = SimpleNamespace(drafting=drafting)
+
+    def execute_model(output, *args, **kwargs):
+        skips.append(output.skip_drafts)
+        fields = dict.fromkeys(model_runner.ExecuteModelState._fields)
+        fields["num_spec_tokens_to_schedule"] = 0 if output.skip_drafts and agreed else WIDTH
+        runner.execute_model_state = model_runner.ExecuteModelState(**fields)
+        return "ran"
+
+    runner.execute_model = execute_model
     compat.let_steps_skip_drafts(runner)
-    runner.adaptive_verification.drafting.wanted = wanted
     output = SchedulerOutput.make_empty()
     assert runner.execute_model(output, None, **options) == "ran"
     assert output.skip_drafts is False  # the scheduler's own object
-    return runner.asked == [True], runner.adaptive_verification.drafting.now
+    return skips == [True], drafting.now
 
 
 def test_a_step_asks_for_no_drafts_when_none_are_wanted_and_believes_what_the_ranks_agree_on():
@@ -329,7 +323,7 @@ def main(folder):
     write_tokenizer(folder / "target")
     library = prepare_vllm()
     llm = start(folder, WIDTH, adapted=False, engine=ENGINE)
-    found = {"plain": serve(llm)}
+    found: dict[str, dict] = {"plain": serve(llm)}
     llm.llm_engine.engine_core.shutdown()
     found["always"] = run(folder, verify=STEEP, pause_drafting=False)
     found["hopeless"] = run(folder, look_share=SHARE)

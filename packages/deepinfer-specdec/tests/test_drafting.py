@@ -9,7 +9,16 @@ import pytest
 from deepinfer_specdec.errors import SpecDecodeError
 from deepinfer_specdec.scheduling.budget import expected_tokens
 from deepinfer_specdec.scheduling.drafting import DraftingOptions, DraftingSwitch, drafting_gain
-from deepinfer_specdec.simulation.throughput import v4_flash_draft, v4_flash_verify
+from deepinfer_specdec.simulation.pauses import paused
+from deepinfer_specdec.simulation.throughput import (
+    Simulated,
+    Workload,
+    fixed_length,
+    planned,
+    tokens_per_second,
+    v4_flash_draft,
+    v4_flash_verify,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -207,3 +216,19 @@ def test_while_it_is_on_what_was_won_long_ago_pays_for_little() -> None:
 def test_options_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(SpecDecodeError, match=next(iter(wrong))):
         DraftingOptions(**wrong)
+
+
+@pytest.mark.parametrize("rows", [4, 128])
+@pytest.mark.parametrize(
+    "load", [{"mean_logit": -2.0}, {"mean_logit": -2.0, "within": 1.0, "life": 3}, {"within": 2.0}]
+)
+def test_in_the_simulator_it_is_near_the_better_of_drafting_always_and_never(load: dict[str, float], rows: int) -> None:
+    """With the planner and requests that come and go; 2 % for 600 steps, of which the start takes a part."""
+    verify, draft = v4_flash_verify(), v4_flash_draft()
+    requests = Workload(rows, **load)  # type: ignore[arg-type]
+
+    def speed(made: Simulated) -> float:
+        return tokens_per_second(made, requests, verify, WIDTH, 600)
+
+    always, never = speed(planned(verify, draft, rows, WIDTH)), speed(fixed_length(0, draft))
+    assert speed(paused(verify, draft, rows, WIDTH)) >= 0.98 * max(always, never)
