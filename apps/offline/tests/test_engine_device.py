@@ -201,6 +201,19 @@ def test_what_a_call_raises_comes_with_its_result() -> None:
     worker.close()
 
 
+def test_an_interrupt_in_the_callers_thread_is_raised_there_and_once() -> None:
+    """Kept in the result it would be raised again by every call that takes the step."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    worker = DeviceWorker()
+    with pytest.raises(KeyboardInterrupt):
+        worker.submit(interrupted)
+    assert worker.submit(threading.get_ident).result() == threading.get_ident()
+    worker.close()
+
+
 class Streams:
     """Stands for `torch.cuda`: which stream waited for which, and where calls ran."""
 

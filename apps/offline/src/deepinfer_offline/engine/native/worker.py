@@ -27,6 +27,8 @@ class InlineWorker:
     def submit(self, call: Callable[[], Any], *, waits: bool = False) -> Future[Any]:
         future: Future[Any] = Future()
         _run(call, future)
+        if isinstance(interrupt := future.exception(), KeyboardInterrupt):
+            raise interrupt  # it is this thread's, and no result for later calls to meet again
         return future
 
     def close(self) -> None:
@@ -83,6 +85,8 @@ class DeviceWorker:
             return self._last
         future: Future[Any] = Future()
         _run(call, future)
+        if isinstance(interrupt := future.exception(), KeyboardInterrupt):
+            raise interrupt  # it is this thread's, and no result for later calls to meet again
         return future
 
     def close(self) -> None:
