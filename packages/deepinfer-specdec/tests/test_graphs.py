@@ -199,6 +199,43 @@ def test_none_is_no_dearer_than_some_drafts_were() -> None:
     assert costs.alone(ROWS) == pytest.approx(line(ROWS))
 
 
+@pytest.mark.parametrize("times", [3, 40])
+def test_prices_move_with_what_is_known_of_plain_steps(times: int) -> None:
+    """The first plain steps took many times as long, which made drafts look as if they saved time. The next plain one puts all
+    graphs right at once.
+    """
+    costs = ahead_costs(builds=False, graphs=GRAPHS)
+    costs.observe(ROWS, 0, times * line(ROWS))
+    for drafts in (64, 192, 300):
+        for _ in range(31):
+            costs.observe(ROWS, drafts, CLIFF(ROWS + drafts))
+    costs.observe(ROWS, 0, line(ROWS))
+    prices = costs.drafting(ROWS, DRAFTS[-1])
+    for drafts in (0, 64, 192):
+        assert prices[drafts] == pytest.approx(CLIFF(ROWS + drafts)), drafts
+    assert prices[300] > 2 * prices[192]
+    assert run(costs, CLIFF, 40)[-1] == 192
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([(), (1,), (8,), (1, 2, 4), (8, 64), tuple(GRAPHS)]),
+    st.sampled_from([1, 7]),
+)
+def test_no_step_is_free_whatever_was_measured(seed: int, graphs: tuple[int, ...], width: int) -> None:
+    """A price of nothing, or less, would win against every other. Steps that cost by their tokens, or not, some held up."""
+    rng = np.random.default_rng(seed)
+    costs = StepCosts(rng.choice([0.25, 1.0]), builds=False, graphs=graphs)
+    for _ in range(80):
+        rows = int(rng.choice([1, 47, 52, 70]))
+        drafts = int(rng.integers(0, rows * width + 1))
+        per_token = rng.choice([0.0, 1e-3, 1e-2])
+        costs.observe(rows, drafts, (1.0 + (rows + drafts) * per_token) * (30.0 if rng.random() < 0.05 else 1.0))
+        if costs.known:
+            assert costs.drafting(rows, rows * width).min() > 0.0
+
+
 def test_the_first_step_behind_the_largest_graph_is_not_believed() -> None:
     """It builds kernels. Until another ran, such steps are taken to be three times as dear as the largest graph's."""
     costs = ahead_costs(builds=False, graphs=GRAPHS)

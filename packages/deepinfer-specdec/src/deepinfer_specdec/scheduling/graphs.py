@@ -62,7 +62,7 @@ class GraphSurcharge:
 
     def __init__(self, graphs: GraphSizes) -> None:
         self._graphs = graphs
-        self._typical = Typical()  # by place
+        self._typical = Typical()  # by place: whole steps, whose prices move with what is known of plain ones
         self._last: dict[int, int] = {}  # place -> step of its last measurement
         self._ran: set[int] = set()  # places
         self._slopes: deque[float] = deque(maxlen=_LATELY)  # seconds for each token of a graph beyond the rows' own
@@ -87,7 +87,7 @@ class GraphSurcharge:
             news = len(self._jumps) < _TRIES or self._steps - self._tried > 1
             self._tried = self._steps
             if not first:
-                line, _ = self._line(rows, guess)
+                line, _ = self._line(rows, plain, guess)
                 self._jumps.append(seconds - float(line[-1]) - self._slope(guess) * (tokens - graphs.largest))
             return news
         place, own = int(graphs.place[tokens]), int(graphs.place[rows])
@@ -97,13 +97,13 @@ class GraphSurcharge:
             if self._steps - self._last.get(place, self._steps) > _OLD:
                 self._typical.forget(place)
             self._last[place] = self._steps
-            self._typical.add(place, seconds)
+            self._typical.add(place, plain + seconds)
             self._slopes.append(seconds / float(graphs.sizes[place] - graphs.sizes[own]))
         return not settled
 
     def _expected(self, rows: int, number: int, seconds: float, plain: float, guess: float) -> bool:
         """Whether a graph's first step, the `number`-th from the rows' own, took no longer than it was taken to take."""
-        price = float(self._line(rows, guess)[0][number])
+        price = float(self._line(rows, plain, guess)[0][number])
         return seconds <= price + _LIKE * (plain + price)
 
     def line(self, rows: int, most: int, plain: float, guess: float, old: bool = False) -> NDArray[np.float64]:
@@ -117,7 +117,7 @@ class GraphSurcharge:
             old: what was measured may be true no more.
         """
         graphs, own = self._graphs, int(self._graphs.place[rows])
-        line, ran = self._line(rows, guess, old)
+        line, ran = self._line(rows, plain, guess, old)
         hopes = np.where(ran, line, line - _HOPE * (plain + line))
         hopes[0] = min(0.0, line.min())
         inside = hopes[graphs.place[rows : rows + most + 1] - own]
@@ -128,9 +128,13 @@ class GraphSurcharge:
         jump = min(self._jumps, default=_ASSUMED * whole)
         if _SHARE * (self._steps - self._tried) * whole >= _AT_ONCE * jump:
             jump = min(0.0, jump)
-        return np.append(inside, line[-1] + jump + self._slope(guess) * np.arange(1, beyond + 1))
+        outside = line[-1] + jump + self._slope(guess) * np.arange(1, beyond + 1)
+        # The jump may be from far off, and the slope too steep to go back by.
+        return np.append(inside, np.maximum(outside, line.min()))
 
-    def _line(self, rows: int, guess: float, old: bool = False) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _line(
+        self, rows: int, plain: float, guess: float, old: bool = False
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """float64 [n], what the graphs add from the rows' own on, and bool [n], which of them ran."""
         own = int(self._graphs.place[rows])
         tokens = self._graphs.sizes[own:] - self._graphs.sizes[own]
@@ -138,7 +142,7 @@ class GraphSurcharge:
         ran[[0, *(place - own for place in self._ran if place > own)]] = True
         places = sorted(place for place in self._typical.values if place > own)
         points = tokens[np.array(places, np.int64) - own]
-        seconds = np.array([self._typical.values[place] for place in places])
+        seconds = np.array([self._typical.values[place] for place in places]) - plain
         sure = np.array([not old and self._believed(place) for place in places], bool)
         slope = guess if old else self._slope(guess)
         likely = _through(tokens, points[sure], seconds[sure], slope)
