@@ -82,6 +82,27 @@ def test_drafting_that_takes_no_time_is_free_and_one_odd_look_says_nothing():
     assert 0.0 < costs.draft.seconds(8) < 1e-5
 
 
+def test_what_is_left_for_verification_is_never_nothing():
+    """At one request drafting adds 2.5 times its profile, at 64 less than it: one ratio for both would leave -1 ms of 11."""
+    costs = StepPrices([(1, 1.0), (64, 6.0)], [(8, 5.0), (64, 6.0), (128, 8.0)], 128)
+    for _ in range(4):
+        for _ in range(4):
+            costs.observe(1, 8, 5.0, drafted=False)
+        costs.observe(1, 8, 7.5)
+    for _ in range(5):
+        costs.observe(64, 64, 11.0)
+    costs.update(*costs.refreshed())
+    assert costs.draft.seconds(64) == pytest.approx(12.0)
+    assert costs.verify.seconds(64) == pytest.approx(11.0 / 4)
+
+
+def test_graphs_that_were_not_profiled_are_none():
+    costs = StepPrices(DRAFT, VERIFY, 512)
+    assert costs.verify.seconds(20) == pytest.approx(8.0)  # between 16 and 24
+    profiled = float(costs.verify.seconds(300))
+    assert visit(costs, [(300, 2.0 * profiled)] * 3)(64) == pytest.approx(2.0 * 30.0)
+
+
 def test_steps_with_drafts_are_not_compared_with_those_of_long_ago_nor_of_another_size():
     costs = prices()
     for _ in range(6):

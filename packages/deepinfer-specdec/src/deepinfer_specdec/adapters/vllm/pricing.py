@@ -15,6 +15,7 @@ Points = Sequence[tuple[int, float]]  # (size, milliseconds), as vLLM's profile 
 _WINDOW = 31  # steps kept per point
 _ENOUGH = 3  # steps from which a point is believed
 _MOST_ADDED = 2.0  # by drafting, times its profile
+_LEAST = 0.25  # of a step's time, that is not drafting's: the one ratio may be true of steps of other sizes only
 _FEW = 7  # last steps without drafts that one with them is compared with
 _LONG_AGO = 64  # steps after which they are not: contexts grow
 
@@ -25,6 +26,10 @@ class _Lap(NamedTuple):
     took: float
     drafting: float
     profiled: float
+
+    def verified(self, added: float) -> float:
+        """What is left for verification where drafting adds so many times its profile."""
+        return max(self.took - added * self.drafting, _LEAST * self.took)
 
 
 class _Recent:
@@ -64,13 +69,13 @@ class StepPrices:
     Args:
         draft: (requests, milliseconds) of the drafter.
         verify: (tokens, milliseconds) of the target.
-        padded_to: largest size that runs in a padded graph; 0 when nothing is padded.
+        padded_to: largest size that runs in a padded graph; 0, or a size that `verify` does not have, when nothing is padded.
     """
 
     def __init__(self, draft: Points, verify: Points, padded_to: int) -> None:
         self._draft_points = list(draft)
         self._base = dict(verify)
-        self._padded_to = padded_to
+        self._padded_to = padded_to if padded_to in self._base else 0
         self._laps: dict[int, deque[_Lap]] = {}
         self._without: dict[int, _Recent] = {}
         self._added: deque[float] = deque(maxlen=_WINDOW)  # by drafting, relative to its profile
@@ -81,8 +86,7 @@ class StepPrices:
     def update(self, draft: Points, verify: Points) -> None:
         """Price by these points from now on."""
         self.draft = _curve(draft, max(size for size, _ in draft))
-        sizes = [size for size, _ in verify]
-        self.verify = _curve(verify, self._padded_to if self._padded_to in sizes else 0)
+        self.verify = _curve(verify, self._padded_to)
 
     def observe(self, requests: int, tokens: int, milliseconds: float, drafted: bool = True) -> None:
         """Take in a step that verified `tokens` for `requests`, and drafted for them or not. Does not change a price yet."""
@@ -104,7 +108,7 @@ class StepPrices:
         added = float(np.clip(np.median(self._added), 0.0, _MOST_ADDED)) if len(self._added) >= _ENOUGH else 1.0
         draft = [(size, cost * added) for size, cost in self._draft_points]
         seen = {
-            point: float(np.median([(lap.took - added * lap.drafting) / lap.profiled for lap in laps]))
+            point: float(np.median([lap.verified(added) / lap.profiled for lap in laps]))
             for point, laps in sorted(self._laps.items())
             if len(laps) >= _ENOUGH
         }
