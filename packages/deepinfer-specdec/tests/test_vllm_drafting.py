@@ -67,6 +67,20 @@ def test_new_requests_bring_a_look_as_soon_as_they_have_sampled() -> None:
     assert made.wanted
 
 
+def test_drafts_that_others_wanted_are_not_paid_for() -> None:
+    """Another data-parallel rank has every step draft: then looks are free, and nothing is owed for them later."""
+    stop(made := drafting())
+    for _ in range(1000):
+        made.now = True
+        made.judge(0.7, 10.0)
+        made.passed(slots(0, 1), slots(0, 1), 10.0, 2.0)
+    assert made.changes == 1
+    made.judge(1.5, 10.0)
+    made.passed(slots(0, 1), slots(0, 1), 10.0, 2.0)
+    assert made.wanted
+    assert made.changes == 2
+
+
 def test_drafting_that_loses_stops_unless_the_user_wants_it_always() -> None:
     stop(made := drafting())
     assert made.changes == 1

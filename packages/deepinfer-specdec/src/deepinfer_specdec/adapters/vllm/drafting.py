@@ -73,7 +73,8 @@ class Drafting:
         if self.now:
             self.drafted += 1
             self._held[drafted] = self._met[drafted] = True
-        self._switch.passed(plain, drafting, drafted.size)
+        # Drafts that others wanted (ranks agree on them) are none of the switch's expenses.
+        self._switch.passed(plain, drafting if self.wanted else 0.0, drafted.size)
         new = int(np.count_nonzero(~self._met[sampling]))
         self.wanted = self._switch.wanted(sampling.size, new, plain)
         return drafted
