@@ -86,7 +86,8 @@ class StepPrices:
     def update(self, draft: Points, verify: Points) -> None:
         """Price by these points from now on."""
         self.draft = _curve(draft, max(size for size, _ in draft))
-        self.verify = _curve(verify, self._padded_to)
+        sizes = [size for size, _ in verify]
+        self.verify = _curve(verify, self._padded_to if self._padded_to in sizes else 0)
 
     def observe(self, requests: int, tokens: int, milliseconds: float, drafted: bool = True) -> None:
         """Take in a step that verified `tokens` for `requests`, and drafted for them or not. Does not change a price yet."""
