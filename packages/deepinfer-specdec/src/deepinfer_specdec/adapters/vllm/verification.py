@@ -116,11 +116,11 @@ class PlannedVerification(AdaptiveVerificationManager):
         landed = self._stale_confidences[self._stale_idx].np
         self._planner.record(self._step - 1, self._drafted, np.cumprod(landed[self._drafted], axis=1))
         self._decide(input_batch)
-        if self._leads:
-            self._learn(rows, drafts)
         self._step += 1
         if self._step % self._options.publish_every == 0:
             self._publish()
+        if self._leads:  # after that: what this step took has no say about the block that it has drafted
+            self._learn(rows, drafts)
 
     def _decide(self, input_batch: Any) -> None:
         """Whether the next step drafts, from the drafts of the step before and the load of this one.
@@ -156,7 +156,7 @@ class PlannedVerification(AdaptiveVerificationManager):
         return StepLoad(
             rows=sampling,
             other_tokens=int(others.sum()) - sampling,
-            draft_seconds=float(self._prices.draft.seconds(slots.size)),
+            draft_seconds=float(self._prices.draft.seconds(slots.size)) if self.drafting.wanted else 0.0,
             limit=min(int(counts.sum()), self._room(slots.size)),
         )
 
