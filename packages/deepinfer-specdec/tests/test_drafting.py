@@ -178,13 +178,14 @@ def test_whatever_the_forecasts_say_losses_stay_within_the_share(gains: list[flo
     switch, lost, steps = DraftingSwitch(), 0.0, 3000
     landed = False
     for step in range(steps):
-        drafts = switch.wanted(64, new, 1.0)
+        drafts, on = switch.wanted(64, new, 1.0), switch.on
         if landed:
             switch.judge(min(1.0, gains[step % len(gains)]) if switch.on else gains[step % len(gains)], 1.0)
             lost += (1.0 - min(1.0, gains[step % len(gains)])) if switch.on else 0.0
-        looked = drafts and not switch.on
         switch.passed(1.0, drafting, 64 if drafts else 0)
-        lost += drafting if looked else 0.0
+        lost += (
+            drafting if drafts and not (on and landed) else 0.0
+        )  # looks, and first steps of spells: nothing to verify
         landed = drafts
     options = switch.options
     assert lost <= options.share * steps + 2 * options.patience + options.reserve + 2 * drafting + 1.0
@@ -207,6 +208,57 @@ def test_while_it_is_on_what_was_won_long_ago_pays_for_little() -> None:
         switch.judge(0.75, 1.0)
         steps += 1
     assert steps <= (switch.options.reserve + switch.options.patience) / 0.25 + 1
+
+
+def look(switch: DraftingSwitch, gain: float, drafting: float = 0.2) -> int:
+    """Wait for the next look of a switch that is off, and judge what it drafted; returns the steps until then."""
+    for waited in range(100_000):
+        if switch.wanted(8, 0, 1.0):
+            switch.passed(1.0, drafting, 8)
+            switch.passed(1.0, drafting, 0)
+            switch.judge(gain, 1.0)
+            return waited
+        switch.passed(1.0, drafting, 0)
+    raise AssertionError("it does not look any more")
+
+
+def spell(switch: DraftingSwitch, gains: list[float], drafting: float = 0.2) -> None:
+    """Steps of these gains while it is on, and of half until it is off. The first one has nothing to verify."""
+    assert switch.on
+    for gain in gains:
+        switch.passed(1.0, drafting, 8)
+        switch.judge(gain, 1.0)
+    while switch.on:
+        switch.passed(1.0, drafting, 8)
+        switch.judge(0.5, 1.0)
+
+
+def test_a_look_that_took_more_than_it_may_borrow_still_counts() -> None:
+    switch = DraftingSwitch()
+    spell(switch, [])
+    look(switch, 1.2, drafting=0.9)
+    assert switch.on
+
+
+def test_a_spell_pays_for_its_look_its_first_step_and_its_end() -> None:
+    """0.2 steps, 0.2 and 1, of which it earns a hundredth a step. As long as it gains nothing and loses nothing it saves up
+    0.75, as the account does at most.
+    """
+    switch = DraftingSwitch()
+    spell(switch, [])
+    look(switch, 1.2)
+    spell(switch, [])
+    assert 130 <= look(switch, 1.2) <= 142
+    spell(switch, [1.0] * 1000)
+    assert 20 <= look(switch, 0.9) <= 27
+
+
+def test_a_spell_that_gained_on_the_whole_leaves_no_debt() -> None:
+    switch = DraftingSwitch()
+    spell(switch, [])
+    look(switch, 1.2)
+    spell(switch, [1.3] * 10)
+    assert look(switch, 0.9) <= 1
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,16 @@ def test_the_first_step_behind_the_largest_graph_is_not_believed() -> None:
     assert costs.drafting(ROWS, 200)[200] == pytest.approx(0.030)
 
 
+def test_a_size_behind_the_largest_graph_is_not_taken_for_a_graph() -> None:
+    """40 tokens are nearest to the tenth size of the grid, and the tenth graph ran: it is another kind of step."""
+    costs = StepCosts(0.25, builds=False, graphs=range(1, 33))
+    for drafts in (0, *4 * [10]):
+        costs.observe(1, drafts, 0.010)
+    before = costs.extra(1, 39)[39]
+    assert not costs.observe(1, 39, 5.0)
+    assert costs.extra(1, 39)[39] == pytest.approx(before)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.floats(2e-6, 2e-4), st.floats(0.5, 0.95))
 def test_the_best_graph_is_found_among_jags_and_noise(seed: int, slope: float, keeps: float) -> None:

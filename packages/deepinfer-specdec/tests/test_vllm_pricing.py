@@ -116,6 +116,21 @@ def test_steps_with_drafts_are_not_compared_with_those_of_long_ago_nor_of_anothe
     assert draft == DRAFT
 
 
+def test_one_step_without_drafts_does_not_bring_those_of_long_ago_back():
+    costs = prices()
+    for _ in range(4):
+        for _ in range(3):
+            costs.observe(8, 8, 6.0, drafted=False)
+        for _ in range(100):
+            costs.observe(8, 16, 9.0)
+        costs.observe(8, 8, 12.0, drafted=False)
+        costs.observe(8, 8, 12.5)
+        for _ in range(100):
+            costs.observe(8, 16, 9.0)
+    draft, _ = costs.refreshed()
+    assert draft == DRAFT
+
+
 @pytest.mark.parametrize("milliseconds", [0.0, 0.4, -3.0, float("nan"), float("inf")])
 def test_a_time_that_cannot_be_is_ignored(milliseconds):
     costs = prices()
