@@ -141,6 +141,15 @@ def test_the_first_step_of_a_size_says_nothing() -> None:
     assert costs.observe(12, 52, 0.038), "64 tokens ran already"
 
 
+@pytest.mark.parametrize("builds", [False, True])
+def test_prices_go_on_as_far_as_a_thousand_rows_have_drafts(builds: bool) -> None:
+    """Were they flat behind some number, all 7,000 drafts would look worth it, and then 6,999."""
+    costs = StepCosts(builds=builds)
+    for drafts in (0, *4 * [1000]):
+        costs.observe(1000, drafts, 0.040 + 2e-5 * drafts)
+    assert costs.extra(1000, 7000)[[1000, 4096, 7000]] == pytest.approx([0.02, 0.08192, 0.14], rel=0.01)
+
+
 def test_without_builds_a_size_near_one_that_ran_says_what_it_costs() -> None:
     """A loop whose sizes differ from step to step would never learn if each had to come twice."""
     costs = StepCosts(0.25, builds=False)

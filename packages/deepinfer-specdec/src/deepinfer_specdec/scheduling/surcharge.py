@@ -9,7 +9,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-GRID = np.unique(np.round(2.0 ** np.arange(0, 12.01, 0.5)).astype(np.int64))  # 1, 2, 3, 4, 6, 8, 11, 16, ...
+GRID = np.unique(np.round(2.0 ** np.arange(0, 16.01, 0.5)).astype(np.int64))  # 1, 2, 3, 4, 6, ..., more than a step has
 _BETWEEN = np.sqrt(GRID[1:] * GRID[:-1]).tolist()  # where the next point of the grid becomes the nearest, by ratio
 _WINDOW = 31  # measurements kept per point
 _ENOUGH = 3  # measurements from which a point is believed; also what the smooth line weighs against a point's own
