@@ -12,23 +12,21 @@ from numpy.typing import NDArray
 from deepinfer_specdec.scheduling.graphs import GraphSizes, GraphSurcharge
 from deepinfer_specdec.scheduling.surcharge import GRID, Surcharge, Typical, lower_third, nearest
 
-_OLD = (
-    256  # steps after which a load's drafts are believed to be that dear no more: where they look dear nobody measures
-)
-_STALE = 16
+# Steps after which a load's drafts are believed to be that dear no more: where they look dear nobody measures.
+_OLD = 256
+_STALE = 16  # times the steps below, of whatever size, after which plain ones are measured anew
 _NEAR = 1.25  # row counts within this ratio cost about the same per row
 _FAR = 2.0  # and within this one enough for a gain that leaves no doubt
 _MODEST = 1.35  # gain below which what it is measured against must be known well
 _OFTEN, _RARELY = 32, 128  # steps of a size between two without drafts, for modest and for larger gains
-_PLAIN_WINDOW = 7  # the same for plain steps, which are measured rarely while speculation is on
-_HOST_SHARE = 0.06
+_PLAIN_WINDOW = 7  # plain steps kept for a range of rows: few, since they are measured rarely while speculation is on
+_HOST_SHARE = 0.06  # of a plain step, that the host takes between two synchronous ones until that was measured
 _FIRST_GUESS = 0.25  # of a row's cost: what a draft costs before any was verified, where steps are bound by memory
 _FADES = 128  # steps at a load without drafts after which what they are guessed to cost has halved
 _MOST_FADES = 6
 _KEPT = 8  # steps that an answer is kept at most
-_PRIOR_ROWS = (
-    16  # before anything is known a draft costs as much as a row among this many more; also the rows that hide half
-)
+# Before anything is known a draft costs as much as a row among this many more; also the rows that hide half.
+_PRIOR_ROWS = 16
 
 
 class _Plain:
@@ -104,9 +102,8 @@ class StepCosts:
         self._sizes: set[int] = set()  # that ran, see `_size`
         self._extra_seen: dict[int, tuple[int, int]] = {}  # load -> measurements, step of the last one
         self._host = Typical()
-        self._kept: dict[
-            tuple[int, int, bool], tuple[int, NDArray[np.float64]]
-        ] = {}  # answers, and the steps they are good until
+        # Answers, and the steps they are good until.
+        self._kept: dict[tuple[int, int, bool], tuple[int, NDArray[np.float64]]] = {}
 
     @property
     def known(self) -> bool:
