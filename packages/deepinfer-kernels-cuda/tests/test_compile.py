@@ -46,16 +46,20 @@ def test_products_of_the_experts_stay_under_way() -> None:
         assert waits == 6 * 9, "a wait a batch and one at the end of a stage"
 
 
-def test_products_of_sparse_mla_stay_under_way() -> None:
-    """Likewise: logits are queued behind a product, and a wait a product would take that away."""
+@pytest.mark.parametrize("splits", [1, 4])
+def test_products_of_sparse_mla_stay_under_way(splits) -> None:
+    """Likewise: logits are queued behind a product, and a wait a product would take that away.
+
+    In a cluster probabilities are held in registers meanwhile, for which its consumers have 208.
+    """
     if native_reason() is not None:
         pytest.skip(native_reason())
-    sass = machine_text(compile_native("sparse_mla.cu", 90, ("SPLITS=4",)), "sparse_mla")
+    sass = machine_text(compile_native("sparse_mla.cu", 90, (f"SPLITS={splits}",)), "sparse_mla")
     products, waits = (len(re.findall(word, sass)) for word in (r"\bHGMMA\b", r"\bWARPGROUP\.DEPBAR\b"))
     assert products == 2 * 32 + 3 * 8, (
         "logits with and without a product before them; three places that add a tile's product"
     )
-    assert waits == 5, "a wait a batch"
+    assert waits == 4, "a wait a batch"
 
 
 def test_products_of_the_router_stay_under_way_and_nothing_fences() -> None:

@@ -32,7 +32,7 @@ _SPARSE_MLA = {
         "sparse_mla",
         f"{_POOLS}i",
         threads=512,
-        shared=216 * 1024,
+        shared=227 * 1024,
         defines=(f"SPLITS={splits}",),
     )
     for splits in (1, *_SPLITS)

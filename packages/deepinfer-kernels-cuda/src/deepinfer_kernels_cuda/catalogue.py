@@ -102,10 +102,10 @@ def _gather(name: str, code: int, group: int) -> KernelSpec:
 
 
 _NATIVE: tuple[NativeSpec, ...] = (
-    NativeSpec("sparse_mla-1", "sparse_mla.cu", 216 * 1024, ("SPLITS=1",), min_mma=88),
-    NativeSpec("sparse_mla-2", "sparse_mla.cu", 216 * 1024, ("SPLITS=2",), min_mma=88, max_stack=32, quick=True),
-    NativeSpec("sparse_mla-4", "sparse_mla.cu", 216 * 1024, ("SPLITS=4",), min_mma=88),
-    NativeSpec("sparse_mla-8", "sparse_mla.cu", 216 * 1024, ("SPLITS=8",), min_mma=88),
+    NativeSpec("sparse_mla-1", "sparse_mla.cu", 227 * 1024, ("SPLITS=1",), min_mma=88, max_stack=32),
+    NativeSpec("sparse_mla-2", "sparse_mla.cu", 227 * 1024, ("SPLITS=2",), min_mma=88, quick=True),
+    NativeSpec("sparse_mla-4", "sparse_mla.cu", 227 * 1024, ("SPLITS=4",), min_mma=88),
+    NativeSpec("sparse_mla-8", "sparse_mla.cu", 227 * 1024, ("SPLITS=8",), min_mma=88),
     *(
         NativeSpec(
             f"sparse_mla_few-{few.splits}-{few.heads}",

@@ -92,6 +92,12 @@ __device__ __forceinline__ void copy_bulk(u32 target, const void* source, u32 by
                  "l"(source), "r"(bytes), "r"(bar)
                  : "memory");
 }
+// Sixteen bytes past the first-level cache; a thread waits for all of its own.
+__device__ __forceinline__ void copy_async(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 // From shared memory; a thread waits for its own groups, until what they read may be overwritten, or until all is written.
 __device__ __forceinline__ void bulk_store(void* target, u32 source, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes) : "memory");
@@ -191,6 +197,11 @@ __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c,
 __device__ __forceinline__ u32 load_shared(u32 address) {
     u32 d;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(d) : "r"(address) : "memory");
+    return d;
+}
+__device__ __forceinline__ u32 load_shared_half(u32 address) {  // two bytes
+    u16 d;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(d) : "r"(address) : "memory");
     return d;
 }
 __device__ __forceinline__ uint2 load_shared2(u32 address) {

@@ -4,9 +4,10 @@
 //
 // A cluster shares one (query, block of heads): its blocks take runs of key tiles, send each other slices of their result through
 // distributed shared memory, and each finishes a slice of the channels. Inside a block two producer groups gather and dequantise
-// tiles of 64 keys into two buffers, the next tile's records loading while one is decoded; two consumer groups hold the left and
-// right half of the output. Tiles alternate: the group that owns a tile computes its logits and probabilities and hands these
-// over, and both multiply their half; the next tile's owner queues that tile's logits behind its product.
+// tiles of 64 keys into two buffers; the next step's records are on their way to a place of each warp's own meanwhile, as they are
+// stored. Two consumer groups hold the left and right half of the output. Tiles alternate: the group that owns a tile computes its
+// logits and probabilities and hands these over, and both multiply their half; the next tile's owner queues that tile's logits
+// behind its product. Without a cluster a block takes one query after the other, and producers bring the next one's heads.
 //
 // Channel order: within eight channels 0 4 1 5 2 6 3 7, so that a word of codes becomes pairs by shifts and masks. Queries are
 // permuted when they are read, outputs when they are written.
@@ -16,20 +17,28 @@
 
 // Built once for each number of blocks in a cluster: SPLITS is 1, 2, 4 or 8.
 constexpr int SIZE = SPLITS, PRODUCERS = 8, TILE = 64, BLOCK = 8192, TILE_BYTES = 8 * BLOCK, CONSUMERS = 256, THREADS = CONSUMERS + 32 * PRODUCERS;
-constexpr int UNITS = 32 / PRODUCERS, ROWS = UNITS / 4;  // 16-byte units that a producer thread has of a step, and records of 288 bytes they are of
+constexpr int UNITS = 4;  // of 16 bytes, that a producer thread has of a step
+constexpr int RECORD = 304, HALF_RECORD = 272;  // bytes from one record of a step to the next where a warp keeps them: no bank twice at once
+// How probabilities are handed over: as an operand, or as the fragments that threads hold, which takes 16 registers more and no fence.
+// Those are there only where producers do not bring queries.
+constexpr bool FRAGMENTS = SIZE > 1;
 constexpr int PIECES = SIZE == 2 ? 4 : SIZE == 4 ? 2 : 1;  // in which a slice travels, each with a barrier of its own
 
 struct Shared {
-    u8 query[TILE_BYTES];    // later: slices of the other blocks' results, where they have sent them; without others, the output
+    u8 query[TILE_BYTES];    // later, in a cluster: slices of the other blocks' results, where they have sent them
     u8 keys[2][TILE_BYTES];  // later, in a cluster: the output, on its way out
-    u32 weights[2048];       // probabilities, rows of 128 bytes as an operand
-    float4 peers[SIZE][64];  // of each other block and head: maximum, sum, factor that its slice is to be multiplied by
+    u32 weights[2048];       // probabilities, rows of 128 bytes or, of 16 keys each, 16 bytes a thread; later, without a cluster: the output
+    float2 peers[SIZE][64];  // of each other block and head: maximum, sum
+    float inverse[SIZE][64];  // likewise, the factor that its slice is to be multiplied by
+    u8 raw[PRODUCERS][8 * RECORD];  // of each warp: records of a step, of the window halves of them and the scales
     float bias[2][TILE];
     u8 absent[2][2 * PRODUCERS];  // whether a warp's rows of half a tile lack one
     float top[2][64];
     float sum[2][64];
-    u64 full[2], empty[2], ready, received[PIECES];
+    u64 full[2], empty[2], query_free, query_full, ready, received[PIECES];
 };
+static_assert(sizeof(Shared) <= 227 * 1024, "a block's shared memory");
+
 // Two chunks at once: registers of one are not reused before the other is stored.
 __device__ __forceinline__ void store_chunks(u32 first, u32 second, const u32 (&x)[8]) {
     asm volatile("st.shared.v4.u32 [%0], {%2, %3, %4, %5};\nst.shared.v4.u32 [%1], {%6, %7, %8, %9};" ::"r"(first), "r"(second),
@@ -68,151 +77,185 @@ struct Piece {
     uint4 code[UNITS];
     u32 scale[UNITS];
 };
-struct Slots {
-    int of[ROWS];  // negative: absent
-};
-struct StoredSlots {
-    int2 of[ROWS];
-};
 struct Step {
     int item, number;  // number: of the item's steps
 };
-
-__device__ __forceinline__ uint4 load_codes(const u8* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
 
 // One of the producer warps; lanes 0..7 hold different rows, so that their stores go to different banks.
 struct Producer {
     const Records &window, &extra;
     int items, stride, shift;  // an item is half a query if `shift`, else a query
     int begin, own_extra, window_begin;  // first tile of the other pool, how many of them this block has; first tile of the window
-    int steps, warp, lane;
+    int own_window, steps, warp, lane;
+    bool window_first;
 
     static constexpr int PARTS = PRODUCERS / 4;  // warps that share a row of the window
 
-    // Tiles of the other pool come first and take one step; a tile of the window takes two, of 32 keys.
-    __device__ __forceinline__ bool in_window(int step) const { return step >= own_extra; }
-    __device__ __forceinline__ int half(int step) const { return (step - own_extra) & 1; }
-    __device__ __forceinline__ int tile(int step) const { return in_window(step) ? (step + own_extra) >> 1 : step; }
-    __device__ __forceinline__ int row(int step) const {  // of the first four units; others are 8 rows on, except in the window
-        return (in_window(step) ? half(step) * 32 + warp / PARTS * 8 : warp * 8 * ROWS) + (lane & 7);
+    // A tile of the other pool takes one step, one of the window two, of 32 keys, and longer. The window comes last, or, where blocks
+    // take several items, first: then its tiles are made while the output of the item before leaves.
+    __device__ __forceinline__ bool in_window(int step) const { return window_first ? step < 2 * own_window : step >= own_extra; }
+    __device__ __forceinline__ int half(int step) const { return (window_first ? step : step - own_extra) & 1; }
+    __device__ __forceinline__ int of_window(int step) const { return (window_first ? step : step - own_extra) >> 1; }
+    __device__ __forceinline__ int of_extra(int step) const { return window_first ? step - 2 * own_window : step; }
+    __device__ __forceinline__ int tile(int step) const {
+        return in_window(step) ? of_window(step) + (window_first ? 0 : own_extra) : of_extra(step) + (window_first ? own_window : 0);
     }
+    __device__ __forceinline__ int first_row(int step) const { return in_window(step) ? half(step) * 32 + warp / PARTS * 8 : warp * 8; }
     __device__ __forceinline__ int first_unit(int step) const { return (lane >> 3) + (in_window(step) ? warp % PARTS * 16 : 0); }
     __device__ __forceinline__ bool starts_tile(int step) const { return !in_window(step) || half(step) == 0; }
     __device__ __forceinline__ bool ends_tile(int step) const { return !in_window(step) || half(step) == 1; }
     __device__ __forceinline__ Step after(const Step& step) const {
         return step.number + 1 < steps ? Step{step.item, step.number + 1} : Step{step.item + stride, 0};
     }
-    __device__ __forceinline__ StoredSlots stored_slots(const Step& at) const {
-        const int step = at.number, key = (in_window(step) ? window_begin + tile(step) - own_extra : begin + tile(step)) * TILE + row(step);
-        const i64 query = at.item >> shift;
-        const bool there = at.item < items, in = in_window(step);
-        StoredSlots found;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            if (in) found.of[r] = window.slot(query, key, there);
-            else found.of[r] = extra.slot(query, key + 8 * r, there);
-        return found;
+    // The slot of the record of which this lane copies a part.
+    __device__ __forceinline__ int2 stored_slot(const Step& at) const {
+        const bool there = at.item < items, in = in_window(at.number);
+        const int first = in ? window_begin + of_window(at.number) : begin + of_extra(at.number);
+        const int key = first * TILE + first_row(at.number) + (lane >> 2);
+        return in ? window.slot(at.item >> shift, key, there) : extra.slot(at.item >> shift, key, there);
     }
-    __device__ __forceinline__ Slots check(const Step& at, const StoredSlots& stored) const {
-        Slots found;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            found.of[r] = stored.of[r].y == 0 && u32(stored.of[r].x) < u32(in_window(at.number) ? window.rows : extra.rows) ? stored.of[r].x : -1;
-        return found;
+    __device__ __forceinline__ int check(const Step& at, int2 stored) const {  // negative: absent
+        return stored.y == 0 && u32(stored.x) < u32(in_window(at.number) ? window.rows : extra.rows) ? stored.x : -1;
     }
 };
 
-// Where a thread's piece of one step lies: four units of codes are 64 bytes apart; a unit's scale is one or both of two bytes, `apart`
-// bytes from the next one's.
-struct Source {
-    const u8 *code[ROWS], *scale[ROWS];
-    int apart;
-
-    __device__ __forceinline__ Source(const Producer& p, int step, const Slots& slots) {
-        const int unit = p.first_unit(step);
-        apart = p.in_window(step) ? 2 : 8;
+// A step's records to this warp's place, four lanes a row. Of the window a warp has one half of a row's codes, and all scales.
+__device__ __forceinline__ void start_copies(Shared& s, const Producer& p, int step, int slot) {
+    const bool in = p.in_window(step);
+    const int part = p.lane & 3, skipped = in ? p.warp % 2 * 256 : 0;
+    if (slot >= 0) {
+        const u8* source = (in ? p.window.record(slot) + skipped : p.extra.record(slot)) + 16 * part;
+        const u32 target = shared_address(s.raw[p.warp]) + (p.lane >> 2) * (in ? HALF_RECORD : RECORD) + 16 * part;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const u8* record = p.in_window(step) ? p.window.record(slots.of[0]) + 256 * r : p.extra.record(slots.of[r]);
-            code[r] = record + 16 * unit;
-            scale[r] = record + (p.in_window(step) ? 512 - 248 * r + (unit >> 2) * 2 : 256 + 2 * unit);
+        for (int i = 0; i < 4; ++i) copy_async(target + 64 * i, source + 64 * i);
+        if (part < (in ? 1 : 2)) copy_async(target + 256, source + (in ? 512 - skipped : 256));
+    }
+    copy_async_commit();
+}
+// What a thread decodes of them: units 64 bytes apart of row lane % 8; a unit's scale is one or both of two bytes.
+__device__ __forceinline__ void load_piece(Shared& s, const Producer& p, int step, Piece& piece) {
+    const bool in = p.in_window(step);
+    const int unit = p.lane >> 3;
+    const u32 row = shared_address(s.raw[p.warp]) + (p.lane & 7) * (in ? HALF_RECORD : RECORD);
+    const u32 scale = row + 256 + (in ? (p.first_unit(step) >> 2) * 2 : 2 * unit), apart = in ? 2 : 8;
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) {
+        piece.code[i] = load_shared4(row + 16 * unit + 64 * i);
+        piece.scale[i] = load_shared_half(scale + apart * i);
+    }
+}
+
+struct Queries {
+    const u16* q;
+    i64 stride_n, stride_h;
+    int heads, shift;
+
+    __device__ __forceinline__ int first_head(int item) const { return (item & shift) * 64; }
+    __device__ __forceinline__ const u16* of(int item) const { return q + i64(item >> shift) * stride_n + first_head(item) * stride_h; }
+};
+// Heads of an item to shared memory by 256 threads, COUNT rows each at once, channels permuted, absent heads zero; `wait` once the
+// first are on their way.
+template <int COUNT, typename Wait>
+__device__ __forceinline__ void load_query(Shared& s, const Queries& queries, int item, const Wait& wait) {
+    const int first = (threadIdx.x >> 6) & 3, chunk = threadIdx.x & 63, heads = queries.heads - queries.first_head(item);
+    const u16* source = queries.of(item) + first * queries.stride_h + 8 * chunk;
+    const u32 target = shared_address(s.query) + (chunk >> 3) * BLOCK + first * 128;
+#pragma unroll
+    for (int begin = 0; begin < 16; begin += COUNT) {
+        uint4 value[COUNT];
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) {
+            value[j] = 4 * (begin + j) + first < heads ? __ldg(reinterpret_cast<const uint4*>(source)) : uint4{0, 0, 0, 0};
+            source += 4 * queries.stride_h;
+        }
+        if (begin == 0) wait();
+#pragma unroll
+        for (int j = 0; j < COUNT; ++j) {  // head 4 (begin + j) + first
+            const uint4 v = value[j];
+            store_shared4(target + 512 * (begin + j) + ((((chunk & 7) ^ first) ^ (4 * (j & 1))) << 4), prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632),
+                          prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
         }
     }
-    __device__ __forceinline__ void load(Piece& piece, int i, const Slots& slots) const {
-        if (slots.of[i >> 2] < 0) return;
-        piece.code[i] = load_codes(code[i >> 2] + 64 * (i & 3));
-        piece.scale[i] = __ldg(reinterpret_cast<const u16*>(scale[i >> 2] + apart * (i & 3)));
+    fence_async_shared();
+}
+// Heads of the item to come to the L2 cache.
+__device__ __forceinline__ void prefetch_query(const Queries& queries, int item) {
+    const int head = threadIdx.x >> 2;
+    if (head < queries.heads - queries.first_head(item)) {
+        const u16* source = queries.of(item) + head * queries.stride_h + 128 * (threadIdx.x & 3);
+        prefetch_l2(source), prefetch_l2(source + 64);
     }
-};
+}
 
-// A step's units to shared memory, each followed by the load of the same of the step to come.
-__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int buffer, Piece& piece, Slots& slots, int next, const Slots& coming) {
+// A step's units as operands. `absent`: this lane's row; `lacking`: one of the warp's.
+__device__ __forceinline__ void put(Shared& s, const Producer& p, int step, int buffer, const Piece& piece, bool absent, bool lacking) {
     const int swizzle = p.lane & 7, first = p.first_unit(step);
-    const u32 target = shared_address(s.keys[buffer]) + p.row(step) * 128;
-    const Source from(p, next, coming);
+    const u32 target = shared_address(s.keys[buffer]) + (p.first_row(step) + swizzle) * 128;
     if (p.in_window(step)) {
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int chunk = (first & 3) * 2;
             const u32 scale = prmt(piece.scale[i], 0, 0x4440 + ((first >> 1) & 1));
-            const u32 bits = slots.of[0] < 0 ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
+            const u32 bits = absent ? 0 : scale == 255 ? 0x7fc0u : min(scale + 60, 254u) << 7, factor = bits | bits << 16;
             const u32 block = target + ((first >> 2) + i) * BLOCK;
             decode_e4m3(piece.code[i], factor, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
-            from.load(piece, i, coming);
         }
     } else {
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int chunk = (first & 1) * 4;
-            const float2 scales = unpack_f16(e4m3_halves(slots.of[i >> 2] < 0 ? 0 : piece.scale[i]));
+            const float2 scales = unpack_f16(e4m3_halves(absent ? 0 : piece.scale[i]));
             const u32 both = pack_bf16(scales.x * TWO_66, scales.y * TWO_66), f0 = prmt(both, both, 0x1010), f1 = prmt(both, both, 0x3232);
-            const u32 block = target + (i >> 2) * 1024 + ((first >> 1) + 2 * (i & 3)) * BLOCK;
+            const u32 block = target + ((first >> 1) + 2 * i) * BLOCK;
             decode_e2m1(piece.code[i].x, piece.code[i].y, f0, block + ((chunk ^ swizzle) << 4), block + (((chunk + 1) ^ swizzle) << 4));
             decode_e2m1(piece.code[i].z, piece.code[i].w, f1, block + (((chunk + 2) ^ swizzle) << 4),
                         block + (((chunk + 3) ^ swizzle) << 4));
-            from.load(piece, i, coming);
         }
     }
-    if (p.lane < 8) {
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r)
-            if (r == 0 || !p.in_window(step)) s.bias[buffer][p.row(step) + 8 * r] = slots.of[r] >= 0 ? 0.0f : NEG_INF;
-    }
-    bool lacking = false;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) lacking |= (r == 0 || !p.in_window(step)) && slots.of[r] < 0;
-    lacking = __any_sync(~0u, lacking);
+    if (p.lane < 8) s.bias[buffer][p.first_row(step) + swizzle] = absent ? NEG_INF : 0.0f;
     if (p.lane < 2 && (!p.in_window(step) || p.lane == p.half(step))) s.absent[buffer][PRODUCERS * p.lane + p.warp] = lacking;
     if (p.ends_tile(step)) {
         fence_async_shared();
         __syncwarp();
         if (p.lane == 0) barrier_arrive(shared_address(&s.full[buffer]));
     }
-    slots = coming;
 }
 
-// Fill the tiles of this block's items, records one step ahead, slots two.
-__device__ __forceinline__ void produce(Shared& s, const Producer& p, int item, int tiles) {
+// Fill the tiles of this block's items, records one step ahead, slots two; the heads of each item but the first behind its first tile.
+__device__ __forceinline__ void produce(Shared& s, const Producer& p, const Queries& queries, int item, int tiles) {
     if (tiles == 0) return;
-    Piece piece{};
-    Step step{item, 0}, coming = p.after(step);
-    const StoredSlots stored = p.stored_slots(step), stored_coming = p.stored_slots(coming);
-    Slots slots = p.check(step, stored);
-    const Source from(p, 0, slots);
-#pragma unroll
-    for (int i = 0; i < UNITS; ++i) from.load(piece, i, slots);
-    Slots coming_slots = p.check(coming, stored_coming);
-    int turn = 0;  // tiles before this item
+    Step step{item, 0};
+    const int2 stored = p.stored_slot(step), stored_coming = p.stored_slot(p.after(step));
+    int slot = p.check(step, stored);
+    start_copies(s, p, 0, slot);
+    u32 present = __ballot_sync(~0u, slot >= 0);  // four bits a row
+    slot = p.check(p.after(step), stored_coming);
+    int turn = 0, parity = -1;  // tiles before this item; of queries, of which the first is not brought here
 #pragma unroll 1
     while (step.item < p.items) {
-        const int tile = turn + p.tile(step.number);
-        if (p.starts_tile(step.number)) barrier_wait(shared_address(&s.empty[tile & 1]), ((tile >> 1) & 1) ^ 1);
-        const Step later = p.after(coming);
-        const StoredSlots stored_later = p.stored_slots(later);
-        put(s, p, step.number, tile & 1, piece, slots, coming.number, coming_slots);
+        const Step coming = p.after(step), later = p.after(coming);
+        const int tile = turn + p.tile(step.number), buffer = tile & 1;
+        const int2 stored_later = p.stored_slot(later);
+        Piece piece;
+        copy_async_wait();
+        __syncwarp();
+        load_piece(s, p, step.number, piece);
+        __syncwarp();
+        start_copies(s, p, coming.number, slot);
+        if (p.starts_tile(step.number)) barrier_wait(shared_address(&s.empty[buffer]), ((tile >> 1) & 1) ^ 1);
+        put(s, p, step.number, buffer, piece, !((present >> 4 * (p.lane & 7)) & 1), present != ~0u);
         if (coming.number == 0) turn += tiles;
-        step = coming, coming = later;
-        coming_slots = p.check(later, stored_later);
+        present = __ballot_sync(~0u, slot >= 0);
+        slot = p.check(later, stored_later);
+        if (SIZE == 1 && p.ends_tile(step.number) && p.tile(step.number) == 0) {
+            if (parity >= 0) {
+                load_query<8>(s, queries, step.item, [&] { barrier_wait(shared_address(&s.query_free), parity); });
+                __syncwarp();
+                if (p.lane == 0) barrier_arrive(shared_address(&s.query_full));
+            }
+            parity = (parity + 1) & 1;
+        }
+        step = coming;
     }
 }
 
@@ -244,34 +287,6 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Heads of an item to shared memory, channels permuted, absent heads zero.
-__device__ __forceinline__ void load_query(Shared& s, const u16* q, i64 stride_h, int heads) {
-    const int first = threadIdx.x >> 6, chunk = threadIdx.x & 63;
-    const u16* source = q + first * stride_h + 8 * chunk;
-    const u32 target = shared_address(s.query) + (chunk >> 3) * BLOCK + first * 128;
-    uint4 value[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        value[i] = 4 * i + first < heads ? load_codes(reinterpret_cast<const u8*>(source)) : uint4{0, 0, 0, 0};
-        source += 4 * stride_h;
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {  // head 4 i + first
-        const uint4 v = value[i];
-        store_shared4(target + 512 * i + ((((chunk & 7) ^ first) ^ (4 * (i & 1))) << 4), prmt(v.x, v.z, 0x5410), prmt(v.x, v.z, 0x7632),
-                      prmt(v.y, v.w, 0x5410), prmt(v.y, v.w, 0x7632));
-    }
-    fence_async_shared();
-}
-// Heads of the item to come to the L2 cache.
-__device__ __forceinline__ void prefetch_query(const u16* q, i64 stride_h, int heads) {
-    const int head = threadIdx.x >> 2;
-    if (head < heads) {
-        const u16* source = q + head * stride_h + 128 * (threadIdx.x & 3);
-        prefetch_l2(source), prefetch_l2(source + 64);
-    }
-}
-
 // Queue products of the logits of a tile: those of 16 channels each from BEGIN to END of 32.
 template <int BEGIN, int END>
 __device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logit)[32]) {
@@ -285,16 +300,20 @@ __device__ __forceinline__ void start_logits(Shared& s, int buffer, float (&logi
     wgmma_commit();
 }
 
+// Whether no key of a tile is absent: then it needs no bias.
+__device__ __forceinline__ bool is_plain(Shared& s, int buffer, float scale) {
+    const uint4 absent = load_shared4(shared_address(s.absent[buffer]));
+    return (absent.x | absent.y | absent.z | absent.w) == 0 && scale > 0.0f;
+}
+
 // Logits to probabilities: packed fragments in `p`, handed over to the other group with the maxima that they refer to. A
 // maximum moves only by 2^RISE and more, since all of the output is multiplied when it does: what is larger than 1 until then has
-// as many digits. A tile of which no key is absent needs no bias.
+// as many digits. So lanes compare their own values and look for a row's maximum only where one rises.
 constexpr float RISE = 8.0f;
-__device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int buffer, float scale, float (&logit)[32], u32 (&p)[16],
-                                              float (&top)[2], float (&sum)[2]) {
+__device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int buffer, float scale, bool plain, float (&logit)[32],
+                                              u32 (&p)[16], float (&top)[2], float (&sum)[2]) {
     float high[2] = {NEG_INF, NEG_INF};
     float factor = 1.0f;
-    const uint4 absent = load_shared4(shared_address(s.absent[buffer]));
-    const bool plain = (absent.x | absent.y | absent.z | absent.w) == 0 && scale > 0.0f;
     if (plain) {
         factor = scale;
 #pragma unroll
@@ -314,30 +333,40 @@ __device__ __forceinline__ void probabilities(Shared& s, const Consumer& c, int 
             }
         }
     }
+    top[0] = c.top[0], top[1] = c.top[1];
+    if (__any_sync(~0u, high[0] > c.top[0] + RISE || high[1] > c.top[1] + RISE)) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float most = quad_max(high[r]);
-        top[r] = most > c.top[r] + RISE ? most : c.top[r];
-        if (c.quad == 0) s.top[buffer][c.row + 8 * r] = top[r];
-        const float safe = -finite(top[r]);
-        sum[r] = 0.0f;
+        for (int r = 0; r < 2; ++r) {
+            const float most = quad_max(high[r]);
+            if (most > c.top[r] + RISE) top[r] = most;
+        }
+    }
+    if (c.quad == 0) s.top[buffer][c.row] = top[0], s.top[buffer][c.row + 8] = top[1];
+    const float safe[2] = {-finite(top[0]), -finite(top[1])};
+    const int lane = c.thread & 31, row = (c.row & ~7) + (lane & 15);
+    const u32 target = shared_address(s.weights) + row * 128 + ((row & 7) ^ (lane >> 4)) * 16;
+    sum[0] = sum[1] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const float x = exp2_fast(fmaf(logit[4 * i + 2 * r], factor, safe)), y = exp2_fast(fmaf(logit[4 * i + 2 * r + 1], factor, safe));
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float x = exp2_fast(fmaf(logit[4 * i + 2 * r], factor, safe[r])), y = exp2_fast(fmaf(logit[4 * i + 2 * r + 1], factor, safe[r]));
             sum[r] += x + y;
             p[2 * i + r] = pack_bf16(x, y);
         }
+        if (i & 1) {
+            const uint4 four{p[2 * i - 2], p[2 * i - 1], p[2 * i], p[2 * i + 1]};
+            if (FRAGMENTS) reinterpret_cast<uint4*>(s.weights)[(i >> 1) * 128 + c.thread] = four;
+            else store_matrices(target ^ (i >> 1) * 32, four.x, four.y, four.z, four.w);
+        }
     }
-    const int lane = c.thread & 31, row = (c.row & ~7) + (lane & 15);
-    const u32 target = shared_address(s.weights) + row * 128 + ((row & 7) ^ (lane >> 4)) * 16;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) store_matrices(target ^ i * 32, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
-    fence_async_shared();
+    if (!FRAGMENTS) fence_async_shared();
     named_arrive(2 + buffer, CONSUMERS);
 }
 
 // o = o * 2^(old top - new top).
 __device__ __forceinline__ void rescale(Consumer& c, const float (&top)[2]) {
+    if (!__any_sync(~0u, top[0] != c.top[0] || top[1] != c.top[1])) return;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -345,51 +374,60 @@ __device__ __forceinline__ void rescale(Consumer& c, const float (&top)[2]) {
         c.top[r] = top[r];
         c.sum[r] *= factor[r];
     }
-    if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
-        for (int i = 0; i < 128; ++i) c.value(i) *= factor[(i >> 1) & 1];
-    }
+    for (int i = 0; i < 128; ++i) c.value(i) *= factor[(i >> 1) & 1];
 }
 
-// Queue o += probabilities * (this group's channels of the tile): probabilities in registers, or the other group's.
-__device__ __forceinline__ void start_own_product(Shared& s, Consumer& c, int buffer, const u32 (&p)[16]) {
+// Queue o += probabilities * (this group's channels of the tile); of 16 keys each, `product` queues o[half] += them * operand.
+template <typename Product>
+__device__ __forceinline__ void start_product(Shared& s, Consumer& c, int buffer, const Product& product) {
     const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + c.group * 4 * BLOCK, BLOCK, 1024);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int k = i & 3, half = i >> 2;
-        wgmma_across(c.o[half], p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3],
-                     operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16), 1);
+        product(c.o[half], k, operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16));
     }
     wgmma_commit();
 }
-__device__ __forceinline__ void start_other_product(Shared& s, Consumer& c, int buffer) {
-    const u64 v = wgmma_operand(shared_address(s.keys[buffer]) + c.group * 4 * BLOCK, BLOCK, 1024);
-    const u64 p = wgmma_operand(shared_address(s.weights), 16, 1024);
-    wgmma_fence();
+__device__ __forceinline__ void start_product(Shared& s, Consumer& c, int buffer, const u32 (&p)[16]) {
+    start_product(s, c, buffer, [&](float (&o)[64], int k, u64 v) { wgmma_across(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], v, 1); });
+}
+// Of a product under way: its registers are not taken for anything else before this.
+__device__ __forceinline__ void keep(u32 (&p)[16]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int k = i & 3, half = i >> 2;
-        wgmma_across(c.o[half], operand_at(p, 2 * k), operand_at(v, (k * 2048 + half * 2 * BLOCK) / 16), 1);
-    }
-    wgmma_commit();
+    for (int i = 0; FRAGMENTS && i < 16; ++i) asm volatile("" : "+r"(p[i])::"memory");
 }
 
 __device__ __forceinline__ void release(Shared& s, const Consumer& c, int buffer) {
     if ((c.thread & 31) == 0) barrier_arrive(shared_address(&s.empty[buffer]));
 }
 
-// The other blocks may overwrite this block's query, as far as this warp is concerned.
+// This block's query may be overwritten, by the other blocks' results or by the next one, as far as this warp is concerned.
 __device__ __forceinline__ void release_query(Shared& s, int rank) {
     const int lane = threadIdx.x & 31;
-    if (lane < SIZE && lane != rank) peer_arrive(peer_address(shared_address(&s.ready), lane));
+    if (SIZE == 1 && lane == 0) barrier_arrive(shared_address(&s.query_free));
+    if (SIZE > 1 && lane < SIZE && lane != rank) peer_arrive(peer_address(shared_address(&s.ready), lane));
 }
 
-// Wait for the other group's probabilities, take over its maxima.
-__device__ __forceinline__ void join_other(Shared& s, Consumer& c, int buffer) {
+// Wait for the other group's probabilities, take over its maxima, and queue the product. Fragments are of the same shape in both: each
+// thread takes those of its counterpart, into `p`.
+__device__ __forceinline__ void start_other_product(Shared& s, Consumer& c, int buffer, u32 (&p)[16]) {
     named_sync(2 + buffer, CONSUMERS);
     const float top[2] = {s.top[buffer][c.row], s.top[buffer][c.row + 8]};
-    rescale(c, top);
+    if constexpr (FRAGMENTS) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint4 v = reinterpret_cast<const uint4*>(s.weights)[i * 128 + c.thread];
+            p[4 * i] = v.x, p[4 * i + 1] = v.y, p[4 * i + 2] = v.z, p[4 * i + 3] = v.w;
+        }
+        rescale(c, top);
+        start_product(s, c, buffer, p);
+    } else {
+        rescale(c, top);
+        const u64 weights = wgmma_operand(shared_address(s.weights), 16, 1024);
+        start_product(s, c, buffer, [&](float (&o)[64], int k, u64 v) { wgmma_across(o, operand_at(weights, 2 * k), v, 1); });
+    }
 }
 
 // A turn: the product of the other group's tile with the logits of the own tile queued behind it, then the product of the own tile.
@@ -397,47 +435,49 @@ __device__ __forceinline__ void join_other(Shared& s, Consumer& c, int buffer) {
 // are done. Group 0 begins without another's tile, and one of them ends with nothing but one. `turn`: tiles of the items before.
 __device__ __forceinline__ void consume(Shared& s, Consumer& c, int turn, int tiles, float scale, int rank) {
     const int buffer = c.group, other = 1 - c.group, first = (c.group ^ turn) & 1;
-    if (SIZE > 1 && first >= tiles) release_query(s, rank);
+    if (first >= tiles) release_query(s, rank);
 #pragma unroll 1
     for (int own = first; own < tiles; own += 2) {
         const int parity = ((turn + own) >> 1) & 1;
         u32 p[16];
         float logit[32], top[2], sum[2];
         if (own > 0) {
-            join_other(s, c, other);
-            start_other_product(s, c, other);
+            u32 taken[16];
+            start_other_product(s, c, other, taken);
             barrier_wait(shared_address(&s.full[buffer]), parity);
             start_logits<0, 8>(s, buffer, logit);
             wgmma_wait<1>();
+            keep(taken);
             release(s, c, other);
             start_logits<8, 32>(s, buffer, logit);
-            wgmma_wait<0>();
         } else {
             barrier_wait(shared_address(&s.full[buffer]), parity);
             start_logits<0, 32>(s, buffer, logit);
-            wgmma_wait<0>();
         }
-        if (SIZE > 1 && own + 2 >= tiles) release_query(s, rank);
-        probabilities(s, c, buffer, scale, logit, p, top, sum);
+        const bool plain = is_plain(s, buffer, scale);
+        wgmma_wait<0>();
+        if (own + 2 >= tiles) release_query(s, rank);
+        probabilities(s, c, buffer, scale, plain, logit, p, top, sum);
         rescale(c, top);
-        start_own_product(s, c, buffer, p);
+        start_product(s, c, buffer, p);
         c.sum[0] += sum[0], c.sum[1] += sum[1];
         wgmma_wait<0>();
         release(s, c, buffer);
     }
     if (tiles > 0 && c.group == ((turn + tiles) & 1)) {
-        join_other(s, c, other);
-        start_other_product(s, c, other);
+        u32 taken[16];
+        start_other_product(s, c, other, taken);
         wgmma_wait<0>();
+        keep(taken);
         release(s, c, other);
     }
 }
 
-// Write COLUMNS channels, the values FIRST.. of this group's output, through shared memory; PIECE: which of such places there.
+// In a cluster: write COLUMNS channels, the values FIRST.. of this group's output, through shared memory; PIECE: which of such places there.
 template <int COLUMNS, int FIRST, int PIECE>
 __device__ __forceinline__ void write_slice(Shared& s, Consumer& c, const float (&scale)[2], const Output& to, int first_channel) {
     constexpr int CHUNKS = COLUMNS / 8;
-    const u32 staging = (SIZE > 1 ? shared_address(s.keys[c.group]) : shared_address(s.query) + c.group * (TILE_BYTES / 2)) + PIECE * COLUMNS * 128;
+    const u32 staging = shared_address(s.keys[c.group]) + PIECE * COLUMNS * 128;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
 #pragma unroll
@@ -461,6 +501,36 @@ __device__ __forceinline__ void write_slice(Shared& s, Consumer& c, const float 
     }
 }
 
+// Without a cluster: write a warp's 16 heads of the group's 256 channels, 8 heads and 64 channels at once, through its part of the
+// probabilities' place.
+__device__ __forceinline__ void write_rows(Shared& s, Consumer& c, const float (&scale)[2], const Output& to, int first_channel) {
+    const int lane = c.thread & 31, warp = threadIdx.x >> 5, own = lane >> 2, chunk = lane & 7;
+    const u32 staging = shared_address(s.weights) + warp * 1024;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int first = (c.row & ~7) + 8 * r + (lane >> 3), left = to.heads - to.first_head - first;
+        u16* target = to.out + to.query * to.stride_n + i64(to.first_head + first) * to.stride_h + first_channel + 8 * chunk;
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int v = 32 * part + 4 * i + 2 * r;
+                store_shared(staging + own * 128 + ((i ^ own) << 4) + 4 * c.quad, pack_bf16(c.value(v) * scale[r], c.value(v + 1) * scale[r]));
+            }
+            __syncwarp();
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = 4 * half + (lane >> 3);
+                const uint4 v = load_shared4(staging + row * 128 + ((chunk ^ row) << 4));
+                if (4 * half < left)
+                    *reinterpret_cast<uint4*>(target + half * 4 * to.stride_h + 64 * part) =
+                        uint4{prmt(v.x, v.y, 0x5410), prmt(v.z, v.w, 0x5410), prmt(v.x, v.y, 0x7632), prmt(v.z, v.w, 0x7632)};
+            }
+        }
+    }
+}
+
 // Factors that turn the accumulator of keys times 2^-60 into the result; also stores the log-sum-exp.
 __device__ __forceinline__ void finish_rows(const Consumer& c, const float (&top)[2], const float (&total)[2], const Output& to, bool write_lse,
                                    float (&scale)[2]) {
@@ -478,7 +548,7 @@ __device__ __forceinline__ void finish_rows(const Consumer& c, const float (&top
 // float16 times a power of two of its own for each head, so that a head's largest value lies between 2^14 and 2^15.
 constexpr int VALUES = 256 / SIZE, AREA = TILE_BYTES / SIZE;  // of a thread in a slice; bytes of a slice
 constexpr int PART = VALUES / PIECES;  // of a thread in a piece
-constexpr u32 RECEIVED = (SIZE - 1) * (AREA / PIECES), HEADERS = (SIZE - 1) * 64 * sizeof(float4);  // bytes of a piece; more with the first
+constexpr u32 RECEIVED = (SIZE - 1) * (AREA / PIECES), HEADERS = (SIZE - 1) * 64 * (sizeof(float2) + sizeof(float));  // bytes of a piece; more with the first
 
 // A piece of slice I of this group's channels to its owner.
 template <int I, int PIECE>
@@ -490,9 +560,12 @@ __device__ __forceinline__ void send_piece(Shared& s, Consumer& c, int rank, con
     const u32 address = peer_address(shared_address(s.query) + rank * AREA + 16 * c.thread, target);
     if (PIECE == 0 && c.quad == 0) {
         const u32 header = peer_address(shared_address(&s.peers[rank][c.row]), target);
+        const u32 third = peer_address(shared_address(&s.inverse[rank][c.row]), target);
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-            send_async4(header + 128 * r, __float_as_uint(c.top[r]), __float_as_uint(total[r]), __float_as_uint(inverse[r]), 0, bar);
+        for (int r = 0; r < 2; ++r) {
+            send_async2(header + 64 * r, __float_as_uint(c.top[r]), __float_as_uint(total[r]), bar);
+            send_async(third + 32 * r, __float_as_uint(inverse[r]), bar);
+        }
     }
 #pragma unroll
     for (int j = PIECE * PART; j < (PIECE + 1) * PART; j += 8) {
@@ -530,8 +603,7 @@ __device__ __forceinline__ void collect_pieces(Shared& s, Consumer& c, int rank,
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float4 header = s.peers[peer][c.row + 8 * r];
-            factor[r] = header.z * exp2_fast(header.x - finite(top[r])) * scale[r];
+            factor[r] = s.inverse[peer][c.row + 8 * r] * exp2_fast(s.peers[peer][c.row + 8 * r].x - finite(top[r])) * scale[r];
         }
 #pragma unroll
         for (int j = PIECE * PART; j < (PIECE + 1) * PART; j += 8) {
@@ -565,7 +637,7 @@ __device__ __forceinline__ void collect_slice(Shared& s, Consumer& c, int rank, 
         total[r] = own_total[r] * exp2_fast(c.top[r] - finite(top[r]));
 #pragma unroll
         for (int step = 1; step < SIZE; ++step) {
-            const float4 header = s.peers[(rank + step) % SIZE][c.row + 8 * r];
+            const float2 header = s.peers[(rank + step) % SIZE][c.row + 8 * r];
             total[r] += header.y * exp2_fast(header.x - finite(top[r]));
         }
     }
@@ -604,8 +676,8 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
            int x_page, int x_shift,
            const float* sink, u16* out, i64 out_stride_n, i64 out_stride_h, float* lse, int heads, int slots_are_long, float scale_log2,
            int items) {
-    extern __shared__ u8 memory[];
-    Shared& s = *reinterpret_cast<Shared*>(memory + ((1024 - (shared_address(memory) & 1023)) & 1023));
+    extern __shared__ __align__(1024) u8 memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory);
     const int rank = SIZE > 1 ? cluster_rank() : 0, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
     const int shift = heads > 64, stride = SIZE > 1 ? items : gridDim.x;
     int item = blockIdx.x / SIZE;
@@ -618,6 +690,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     const int window_begin = apart ? window_tiles * rank / SIZE : max(row_begin - extra_tiles, 0);
     const int tiles = own_extra + (apart ? window_tiles * (rank + 1) / SIZE : max(row_end - extra_tiles, 0)) - window_begin;
     if (threadIdx.x == 0) {
+        barrier_init(shared_address(&s.query_free), 8), barrier_init(shared_address(&s.query_full), PRODUCERS);
         for (int i = 0; i < 2; ++i) {
             barrier_init(shared_address(&s.full[i]), PRODUCERS);
             barrier_init(shared_address(&s.empty[i]), 8);
@@ -634,25 +707,29 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
     wait_for_kernels();
     const Records w{window, window_slots, w_stride_page, w_stride_row, w_slots_stride, w_keys, w_rows, w_page, w_shift, slots_are_long};
     const Records x{extra, extra_slots, x_stride_page, x_stride_row, x_slots_stride, x_keys, x_rows, x_page, x_shift, slots_are_long};
+    const Queries queries{q, q_stride_n, q_stride_h, heads, shift};
     if (warp >= CONSUMERS / 32) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
-        const Producer producer{w, x, items, stride, shift, begin, own_extra, window_begin, tiles + max(tiles - own_extra, 0),
-                                warp - CONSUMERS / 32, int(threadIdx.x & 31)};
-        produce(s, producer, item, tiles);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FRAGMENTS ? 48 : 64));
+        const int own_window = tiles - own_extra;
+        const Producer producer{w, x, items, stride, shift, begin, own_extra, window_begin, own_window, own_extra + 2 * own_window,
+                                warp - CONSUMERS / 32, int(threadIdx.x & 31), SIZE == 1 && items > gridDim.x};
+        produce(s, producer, queries, item, tiles);
         if (SIZE > 1) cluster_wait();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(FRAGMENTS ? 208 : 192));
         const int thread = threadIdx.x & 127, lane = threadIdx.x & 31;
-        int turn = 0;
+        const int first_item = item;
+        int turn = 0, query_parity = 0;
 #pragma unroll 1
         while (true) {
-            const int first_head = (item & shift) * 64;
-            load_query(s, q + i64(item >> shift) * q_stride_n + first_head * q_stride_h, q_stride_h, heads - first_head);
-            named_sync(1, CONSUMERS);
-            if (SIZE == 1 && item + stride < items) {
-                const int coming = item + stride, head = (coming & shift) * 64;
-                prefetch_query(q + i64(coming >> shift) * q_stride_n + head * q_stride_h, q_stride_h, heads - head);
+            if (SIZE > 1 || item == first_item) {
+                load_query<16>(s, queries, item, [] {});
+                named_sync(1, CONSUMERS);
+            } else if (tiles > 0) {
+                barrier_wait(shared_address(&s.query_full), query_parity);
+                query_parity ^= 1;
             }
+            if (SIZE == 1 && item + stride < items) prefetch_query(queries, item + stride);
             if (SIZE > 1) cluster_wait();
             Consumer c;
             c.group = warp >> 2, c.thread = thread, c.row = 16 * (warp & 3) + (lane >> 2), c.quad = lane & 3;
@@ -660,7 +737,7 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
             for (int i = 0; i < 128; ++i) c.value(i) = 0.0f;
             c.top[0] = c.top[1] = NEG_INF, c.sum[0] = c.sum[1] = 0.0f;
             consume(s, c, turn, tiles, scale_log2 * TWO_60, rank);
-            const int head = first_head + c.row;
+            const int first_head = queries.first_head(item), head = first_head + c.row;
             const Output to{out, out_stride_n, out_stride_h, lse,
                             {sink && head < heads ? __ldg(sink + head) * LOG2E : NEG_INF,
                              sink && head + 8 < heads ? __ldg(sink + head + 8) * LOG2E : NEG_INF},
@@ -681,9 +758,9 @@ sparse_mla(const u16* q, i64 q_stride_n, i64 q_stride_h,
                 float scale[2];
                 finish_rows(c, c.top, total, to, c.group == 0, scale);
                 item += stride, turn += tiles;
-                write_slice<256, 0, 0>(s, c, scale, to, c.group * 256);
+                write_rows(s, c, scale, to, c.group * 256);
                 if (item >= items) return;
-                named_sync(1, CONSUMERS);  // the output has left the query's place
+                named_sync(1, CONSUMERS);  // the output has left the probabilities' place
             }
         }
     }
