@@ -13,7 +13,7 @@ The host gets copies when they are there. It reads nothing in between, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from deepinfer_sched import StepPlan
 from deepinfer_offline.engine.native.acceptance import keep_agreeing
 from deepinfer_offline.engine.native.ahead_rows import DrawingRows, ahead_batch, lay_out
 from deepinfer_offline.engine.native.results import DraftedRows, LogprobsDownload, PromptLogprobs, StepResult
-from deepinfer_offline.models.base import DraftedBlocks, DraftsBlocks, ForwardBatch, Model, TakesBounds
+from deepinfer_offline.models.base import DraftedBlocks, DraftsBlocks, Model, TakesBounds
 from deepinfer_offline.ops.transfers import Download
 from deepinfer_offline.sampling.device_rows import DeviceRows
 
@@ -61,7 +61,7 @@ class AheadSteps:
         scaling: called when a step is launched: the calibration of its confidences.
 
     Attributes:
-        graphs: sizes in tokens that steps are padded to. None: they are not captured, on any device.
+        graphs: sizes in tokens that steps are padded to; none where they are not captured.
     """
 
     graphs: tuple[int, ...] = ()
@@ -69,6 +69,9 @@ class AheadSteps:
     def __init__(self, runner: ModelRunner, table: SamplingTable, scaling: Callable[[], TemperatureScaling]) -> None:
         self._runner, self._table, self._scaling = runner, table, scaling
         self._drafts = cast("DraftsBlocks", runner.model)
+        self._captured = runner.ahead_graphs
+        if self._captured is not None:
+            self.graphs = self._captured.sizes
         options = runner.model.options
         self._device, self._exact = options.device, not _takes_bounds(runner.model)
         self._lengths = torch.zeros(options.max_running, dtype=torch.int64, device=options.device)
@@ -97,8 +100,8 @@ class AheadSteps:
         for done in moves:
             done.result()
         rows = lay_out(plan, self._lengths, self._confidence, scaling, runner.tokens)
-        batch = ahead_batch(plan, inputs, rows, runner.tokens, self._device, exact=self._exact)
-        hidden = runner.model.forward(batch, runner.cache)
+        tries = self._tries
+        hidden, tables = self._forward(plan, inputs, rows)
         prompts = tuple(runner.score_prompt(chunk, hidden) for chunk in inputs.prompts)
         logits = runner.logits(inputs, hidden)
         accepted, logprobs, block = None, None, None
@@ -116,16 +119,39 @@ class AheadSteps:
             lengths = rows.first + accepted.counts
             self._lengths[self._slots(rows)] = lengths
             if plan.ahead is not None and plan.ahead.width:
-                block = self._draft(rows, batch, lengths, params, inputs)
+                block = self._draft(rows, tables, lengths, params, inputs)
         copies = [] if accepted is None else [accepted.token_ids, accepted.counts, rows.verified]
         blocks = [] if block is None else [block.token_ids, block.confidence]
         emitted, drafts, sent = Download(copies, clock), Download(blocks, clock), LogprobsDownload(logprobs)
         asked = self._table.logprobs[rows.slots] >= 0
         clock.stop()
-        return EnqueuedAhead(plan, rows.plan_rows, emitted, drafts, sent, asked, prompts, clock)
+        captured = self._tries > tries
+        return EnqueuedAhead(plan, rows.plan_rows, emitted, drafts, sent, asked, prompts, clock, captured)
+
+    def _forward(
+        self, plan: StepPlan, inputs: StepInputs, rows: DrawingRows
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Hidden states of `HostBatch.logit_rows`, and block tables by group."""
+        assert plan.ahead is not None
+        found = None if self._captured is None else self._captured.run(inputs, rows, plan.ahead.budget)
+        if found is not None:
+            return found
+        runner = self._runner
+        batch = ahead_batch(plan, inputs, rows, runner.tokens, self._device, exact=self._exact)
+        return runner.model.forward(batch, runner.cache), batch.block_tables
+
+    @property
+    def _tries(self) -> int:
+        """Captures so far."""
+        return 0 if self._captured is None else self._captured.tries
 
     def _draft(
-        self, rows: DrawingRows, batch: ForwardBatch, lengths: torch.Tensor, params: DeviceRows, inputs: StepInputs
+        self,
+        rows: DrawingRows,
+        tables: Mapping[str, torch.Tensor],
+        lengths: torch.Tensor,
+        params: DeviceRows,
+        inputs: StepInputs,
     ) -> DraftedBlocks:
         """Draft the block that follows in every row. Its tokens stay in the token buffer, where the next step verifies them."""
         tokens, draws = self._runner.tokens, params.draws(torch.arange(len(lengths), device=lengths.device))
@@ -136,9 +162,9 @@ class AheadSteps:
             tokens.scatter(rows.base + lengths + column, ids)
             return ids
 
-        tables = batch.block_tables[self._drafts.draft_group][rows.there].long()
+        table = tables[self._drafts.draft_group][rows.there].long()
         longest = int(inputs.host.seq_lens.max())
-        block = self._drafts.draft_blocks(anchors, lengths - 1, tables, self._runner.cache, choose, longest)
+        block = self._drafts.draft_blocks(anchors, lengths - 1, table, self._runner.cache, choose, longest)
         self._confidence[self._slots(rows)] = block.confidence.float()
         return block
 
@@ -162,6 +188,7 @@ class EnqueuedAhead:
         asked: bool [D], which rows did.
         prompts: log-probabilities of prompt tokens.
         clock: of the step.
+        captured: graphs were captured for it.
     """
 
     plan: StepPlan
@@ -172,6 +199,7 @@ class EnqueuedAhead:
     asked: np.ndarray
     prompts: tuple[PromptLogprobs, ...]
     clock: StepClock
+    captured: bool
 
     def result(self) -> StepResult:
         """Wait for the device."""
@@ -193,6 +221,7 @@ class EnqueuedAhead:
             seconds=self.clock.seconds(),
             verified=verified,
             drafted=DraftedRows(self.plan_rows, *blocks) if blocks else None,
+            captured=self.captured,
         )
 
     def _logprobs(self, draws: np.ndarray) -> Logprobs | None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepinfer_offline.engine.native.ahead_graphs import AheadGraphs
 from deepinfer_offline.engine.native.batch import StepInputs
 from deepinfer_offline.engine.native.capture import SPARE_BYTES, Recorder, ShortOfMemoryError
 from deepinfer_offline.engine.native.prompt_graphs import PromptGraphs
@@ -25,7 +26,7 @@ from deepinfer_offline.engine.native.replayed import Replayed
 from deepinfer_offline.engine.native.step_buffers import StepBuffers
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import Capturable, CapturesPrompts, Model, ModelFacts, ModelOptions
+from deepinfer_offline.models.base import Capturable, CapturesPrompts, DraftsBlocks, Model, ModelFacts, ModelOptions
 from deepinfer_offline.ops.cuda.support import kernels
 
 _LOG = logging.getLogger(__name__)
@@ -157,6 +158,9 @@ class StepGraphs:
 
     Attributes:
         num_bytes: device memory that captured steps have, or may take yet.
+        decodes: of rows of one token.
+        prompts: with prompts; None for a model whose steps with prompts are not captured.
+        ahead: with drafts that are made and shared out on the device; None for a model without a draft.
     """
 
     def __init__(self, model: Model, cache: Any, tokens: TokenBuffer) -> None:
@@ -170,6 +174,11 @@ class StepGraphs:
         self.decodes = DecodeGraphs(model, cache, tokens, recorder, memory)
         takes_prompts = isinstance(model, CapturesPrompts) and model.captures_prompts
         self.prompts = PromptGraphs(model, cache, tokens, recorder, memory) if takes_prompts else None
+        self.ahead: AheadGraphs | None = None
+        if takes_prompts and isinstance(model, DraftsBlocks) and (width := model.draft_width):
+            most, row_sizes = options.max_running, row_buckets(options.max_running)
+            sizes = sorted({*row_sizes, *row_buckets(min(most * (1 + width), max(most, options.max_step_tokens)))})
+            self.ahead = AheadGraphs(model, cache, tokens, recorder, memory, width=width, rows=row_sizes, sizes=sizes)
 
     def run(self, inputs: StepInputs) -> Replayed | None:
         """Enqueue the step; None when it is not one that a graph can serve."""

@@ -63,11 +63,14 @@ class LlamaDraft:
         """Store the context of every token of a step.
 
         Args:
-            features: [T, taps * hidden], outputs of the tapped layers.
-            batch: the step. Positions below a row's write floor are left alone: others share them.
+            features: [T, taps * hidden], outputs of the tapped layers; changed.
+            batch: the step. Positions below a row's write floor are left alone: others share them. So is everything of tokens
+                behind the last row, which captured steps have.
             pools: from `allocate`; written in place.
         """
-        places = self._places(batch)
+        places, owned = self._places(batch)
+        # What nobody's tokens hold may be no number at all, and block 0 is read where nothing is seen: it must be one.
+        features.masked_fill_(~owned[:, None], 0)
         for pool, (keys, values) in zip(pools, self._model.context(features[None], batch.positions[None]), strict=True):
             both = torch.stack((keys[0].transpose(0, 1), values[0].transpose(0, 1)), dim=1)
             pool.flatten(0, 1).index_copy_(0, places, both)
@@ -124,16 +127,18 @@ class LlamaDraft:
         context = min(longest, self.config.window or 1 << 30) + 2 * self._block_size
         return max(1, _MAX_GATHERED // (2 * context * self.config.num_kv_heads * self.config.head_dim))
 
-    def _places(self, batch: ForwardBatch) -> torch.Tensor:
-        """int64 [T], where each token's context goes in the flattened pools; block 0, which nobody reads, below a write floor.
+    def _places(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [T], where each token's context goes in the flattened pools: to block 0, which is nobody's, below a write floor
+        and of tokens that no row has. And bool [T], which tokens a row has.
 
         Computed on the device: a captured step has no host tables.
         """
-        positions, size = batch.positions, self._block_size
+        positions, size, last = batch.positions, self._block_size, len(batch.seq_lens) - 1
         tokens = torch.arange(len(positions), device=positions.device, dtype=torch.int32)
         rows = torch.searchsorted(batch.query_starts[1:], tokens, right=True)
+        owned, rows = rows <= last, rows.clamp_max(last)
         places = batch.block_tables[GROUP][rows, positions // size].long() * size + positions % size
-        return torch.where(positions >= batch.write_floors[rows], places, positions % size)
+        return torch.where(owned & (positions >= batch.write_floors[rows]), places, positions % size), owned
 
     def _visible(
         self, positions: torch.Tensor, tables: torch.Tensor, longest: int
@@ -174,6 +179,14 @@ def draft_block_bytes(config: DSparkConfig, options: ModelOptions) -> int:
     """Bytes that the draft's context adds to a KV block."""
     row = 2 * config.num_kv_heads * config.head_dim * options.dtype.itemsize
     return config.num_layers * options.block_size * row
+
+
+def draft_context_bytes(config: DSparkConfig, options: ModelOptions) -> int:
+    """Bytes that writing a token's context takes beside the target's step, rounded up."""
+    size, features = options.dtype.itemsize, len(config.taps) * config.hidden_size
+    stored = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    # Features apart and together; the injected states, and their norm in float32; keys and values, those of a layer in float32.
+    return 2 * features * size + config.hidden_size * (2 * size + 3 * 4) + 2 * stored * (size + 4)
 
 
 def draft_weight_bytes(config: DSparkConfig, options: ModelOptions) -> int:

@@ -18,7 +18,13 @@ from deepinfer_offline.models.base import (
     ModelOptions,
 )
 from deepinfer_offline.models.llama.config import LlamaConfig
-from deepinfer_offline.models.llama.draft import LlamaDraft, draft_block_bytes, draft_config, draft_weight_bytes
+from deepinfer_offline.models.llama.draft import (
+    LlamaDraft,
+    draft_block_bytes,
+    draft_config,
+    draft_context_bytes,
+    draft_weight_bytes,
+)
 from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer, captures_steps
 from deepinfer_offline.models.llama.weights import EMBED, HEAD, NORM, layer_shapes, read_layers, top_shapes
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
@@ -90,12 +96,8 @@ class LlamaModel:
         return {GROUP: (*(self.ops.attention.blocks(layer) for layer in cache.layers), *cache.draft)}
 
     def capture_limit(self, rows: int, longest: int) -> int | None:
-        """See `deepinfer_offline.models.base.Capturable`: one graph serves every length, if the attention can be captured.
-
-        A draft writes its context in ways that a graph cannot repeat.
-        """
-        captures = getattr(self.ops.attention, "captures", False) and self.draft is None
-        return self.options.max_model_len if captures else None
+        """See `deepinfer_offline.models.base.Capturable`: one graph serves every length, if the attention can be captured."""
+        return self.options.max_model_len if getattr(self.ops.attention, "captures", False) else None
 
     @property
     def captures_prompts(self) -> bool:
@@ -163,15 +165,17 @@ class LlamaModel:
         tokens, rows = options.max_step_tokens, options.max_running
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
         logits = rows * config.vocab_size * (4 + size)
-        workspace = tokens * widths * size + 2 * logits
-        # Of captured steps those with prompts leave logits out, and others have no more tokens than rows.
-        graphs = max(tokens * widths * size, rows * widths * size + logits)
+        token = widths * size
         shape = attention_shape(config, options)
         block_bytes = shape.block_bytes * config.num_layers
         if options.draft is not None:
             draft = draft_config(options.draft, config)
             block_bytes += draft_block_bytes(draft, options)
             weights += draft_weight_bytes(draft, options)
+            token += draft_context_bytes(draft, options)
+        workspace = tokens * token + 2 * logits
+        # Of captured steps those with prompts or drafts leave logits out, and others have no more tokens than rows.
+        graphs = max(tokens * token, rows * token + logits)
         group = CacheGroup(GROUP, "prefix", options.block_size, block_bytes)
         return ModelFacts(
             config.model_type,
@@ -181,7 +185,7 @@ class LlamaModel:
             workspace,
             (group,),
             config.dtype,
-            graph_bytes=graphs if captures_steps(shape) and options.draft is None else 0,
+            graph_bytes=graphs if captures_steps(shape) else 0,
         )
 
 

@@ -1,0 +1,96 @@
+"""Captured steps with drafts that no host knows: one CUDA graph for each bucket of tokens and rows, from where the rows begin to
+the hidden states of all their tokens.
+
+Sharing the drafts out before, and logits and what comes after them, are not captured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepinfer_offline.engine.native.ahead_buffers import AheadBucket, AheadBuffers
+from deepinfer_offline.engine.native.ahead_rows import DrawingRows
+from deepinfer_offline.engine.native.batch import StepInputs
+from deepinfer_offline.engine.native.capture import Recorder
+from deepinfer_offline.engine.native.repeated import Repeated
+from deepinfer_offline.engine.native.step_memory import StepMemory
+from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.models.base import Model
+
+_MOST = 64  # graphs
+
+
+class AheadGraphs:
+    """Captures such steps when a bucket occurs again, and replays them. Used by the thread that runs the steps.
+
+    Args:
+        model: takes no decision from the host in a step whose lengths are upper bounds; it drafts `width` tokens a row.
+        cache: of the model.
+        tokens: the token buffer.
+        recorder: records graphs.
+        memory: where they find their inputs.
+        rows: sizes of batches, ascending; the last one holds all that run at once.
+        sizes: the same of tokens, all of `rows` among them.
+
+    Attributes:
+        sizes: tokens that steps are padded to.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Any,
+        tokens: TokenBuffer,
+        recorder: Recorder,
+        memory: StepMemory,
+        *,
+        width: int,
+        rows: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
+        assert set(rows) <= set(sizes), "rows that pad would not fit the tokens of a step that verifies nothing"
+        self._model, self._cache, self._tokens = model, cache, tokens
+        self._width, self._rows, self.sizes = width, rows, tuple(sizes)
+        self._repeated = Repeated(recorder, lambda b: AheadBuffers.of(memory, b), self._forward, _MOST)
+
+    @property
+    def tries(self) -> int:
+        """Captures so far, those that found no memory among them."""
+        return self._repeated.tries
+
+    @property
+    def captured(self) -> list[AheadBucket]:
+        """What is captured."""
+        return sorted(self._repeated.captured)
+
+    def run(
+        self, inputs: StepInputs, rows: DrawingRows, budget: int
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]] | None:
+        """Enqueue a step, unless no graph can serve it.
+
+        Args:
+            inputs, rows: of the step.
+            budget: drafts that it verifies.
+
+        Returns:
+            Hidden states of the step's tokens, [rows + budget, hidden], which the next captured step overwrites; and the block
+            tables, [at least the rows, columns] by group.
+        """
+        host = inputs.host
+        tokens = host.num_rows + budget
+        if not host.num_rows or host.prefills.any() or tokens > self.sizes[-1]:
+            return None
+        size = self._rows[bisect_left(self._rows, host.num_rows)]
+        padded = self.sizes[bisect_left(self.sizes, tokens)]
+        bucket = AheadBucket(padded, size, min(1 + self._width, padded) if budget else 1)
+        buffers = self._repeated.buffers(bucket)
+        buffers.fill(inputs, rows)
+        return self._repeated.run(bucket)[:tokens], buffers.tables
+
+    def _forward(self, buffers: AheadBuffers) -> torch.Tensor:
+        """What is captured."""
+        return self._model.forward(buffers.batch(self._tokens), self._cache)
