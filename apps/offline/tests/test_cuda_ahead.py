@@ -65,7 +65,7 @@ def make_draft(folder: Path, said: list[list[int]]) -> Path:
 def answers(draft: Path | None, drafts: int | None = None) -> tuple[list[list[int]], Any]:
     """Answers, and the engine's graphs and statistics. `drafts`: verified in each row; None: speculation is off."""
     options = EngineOptions(
-        engine="native", device="cpu", dtype="float32", max_running=4, max_tokens_per_step=64, kv_memory=1 << 20,
+        engine="native", device="cpu", dtype="float32", max_running=4, max_tokens_per_step=32, kv_memory=1 << 20,
         max_model_len=96, enable_prefix_caching=False, draft_model=draft,
         speculative="dspark" if draft else "off",
     )  # fmt: skip
@@ -79,7 +79,7 @@ def answers(draft: Path | None, drafts: int | None = None) -> tuple[list[list[in
     params = [
         SamplingParams(temperature=heat, max_tokens=count, seed=5) for heat, count in ((0, 20), (0, 9), (0.8, 16))
     ]
-    lengths = (20, 3, 26)
+    lengths = (20, 3, 70)
     for number, length in enumerate(lengths):
         engine.add_request(Request(str(number), rng.integers(0, VOCAB, length).tolist(), params[number % 3]))
     found: dict[str, list[int]] = {}
