@@ -119,8 +119,8 @@ def run(argv: list[str]) -> int:
         draft = make_draft(Path(root))
         cells = [
             ("plain, no draft", None, False, True, [None]),
-            ("plain, draft loaded", draft, False, True, [None]),
             ("captured", draft, True, True, [0, BLOCK]),
+            ("plain, draft loaded", draft, False, True, [None]),
             ("not captured", draft, True, False, [0, BLOCK]),
             ("plain, draft loaded, not captured", draft, False, False, [None]),
         ]
