@@ -273,6 +273,38 @@ class DraftsBlocks(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DraftStates:
+    """What the parallel stage of R blocks of K tokens leaves for the sequential one.
+
+    Attributes:
+        hidden: [R, K, hidden].
+        logits: float32 [R, K, vocab].
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+@runtime_checkable
+class CapturesBlocks(Protocol):
+    """A model with a block draft (`DraftsBlocks`) whose two stages can be captured as CUDA graphs: `draft_blocks` is one after
+    the other.
+    """
+
+    draft_group: str
+
+    def draft_states(
+        self, anchors: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, cache: Any, longest: int
+    ) -> DraftStates:
+        """The parallel stage; arguments as of `DraftsBlocks.draft_blocks`, but `tables` may have more columns."""
+        ...
+
+    def finish_blocks(self, states: DraftStates, anchors: torch.Tensor, choose: DraftChooser) -> DraftedBlocks:
+        """The sequential stage of the same rows. Nothing but `choose` writes anything."""
+        ...
+
+
 @runtime_checkable
 class TakesBounds(Protocol):
     """A model whose `forward` takes the lengths of rows from the device alone.

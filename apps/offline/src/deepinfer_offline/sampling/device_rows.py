@@ -79,6 +79,11 @@ class DeviceRows:
         self.columns = dict(zip(self.filters, there[8 + len(asks) :], strict=True))
         self.penalties = Penalties.of(table, slots, tokens.device) if asks["penalised"].any() else None
 
+    @property
+    def greedy(self) -> bool:
+        """Whether every draw is the likeliest token of its logits as they are."""
+        return not any(self.asks[name].any() for name in ("held", "biased", "penalised", "random"))
+
     def draws(self, rows: torch.Tensor) -> RowDraws:
         """Draws of the rows int64 [n] on the device: each row once at least, and no more often than it may."""
         return RowDraws(self, rows)

@@ -7,7 +7,7 @@ Sharing the drafts out before, and logits and what comes after them, are not cap
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from deepinfer_offline.engine.native.ahead_buffers import AheadBucket, AheadBuff
 from deepinfer_offline.engine.native.ahead_rows import DrawingRows
 from deepinfer_offline.engine.native.batch import StepInputs
 from deepinfer_offline.engine.native.capture import Recorder
+from deepinfer_offline.engine.native.draft_graphs import DraftGraphs
 from deepinfer_offline.engine.native.repeated import Repeated
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import Model
+from deepinfer_offline.models.base import DraftsBlocks, Model
 
 _MOST = 64  # graphs
 
@@ -28,16 +29,18 @@ class AheadGraphs:
     """Captures such steps when a bucket occurs again, and replays them. Used by the thread that runs the steps.
 
     Args:
-        model: takes no decision from the host in a step whose lengths are upper bounds; it drafts `width` tokens a row.
+        model: takes no decision from the host in a step whose lengths are upper bounds.
         cache: of the model.
         tokens: the token buffer.
         recorder: records graphs.
         memory: where they find their inputs.
+        drafts: drafts behind these steps.
         rows: sizes of batches, ascending; the last one holds all that run at once.
         sizes: the same of tokens, all of `rows` among them.
 
     Attributes:
         sizes: tokens that steps are padded to.
+        drafts: see above.
     """
 
     def __init__(
@@ -47,29 +50,27 @@ class AheadGraphs:
         tokens: TokenBuffer,
         recorder: Recorder,
         memory: StepMemory,
-        *,
-        width: int,
+        drafts: DraftGraphs,
         rows: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
+        assert isinstance(model, DraftsBlocks), f"{type(model).__name__} does not draft"
         assert set(rows) <= set(sizes), "rows that pad would not fit the tokens of a step that verifies nothing"
-        self._model, self._cache, self._tokens = model, cache, tokens
-        self._width, self._rows, self.sizes = width, rows, tuple(sizes)
+        self._model, self._cache, self._tokens, self._width = model, cache, tokens, model.draft_width
+        self._rows, self.sizes, self.drafts = rows, tuple(sizes), drafts
         self._repeated = Repeated(recorder, lambda b: AheadBuffers.of(memory, b), self._forward, _MOST)
 
     @property
     def tries(self) -> int:
-        """Captures so far, those that found no memory among them."""
-        return self._repeated.tries
+        """Captures so far of steps and drafts, those that found no memory among them."""
+        return self._repeated.tries + self.drafts.tries
 
     @property
     def captured(self) -> list[AheadBucket]:
         """What is captured."""
         return sorted(self._repeated.captured)
 
-    def run(
-        self, inputs: StepInputs, rows: DrawingRows, budget: int
-    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]] | None:
+    def run(self, inputs: StepInputs, rows: DrawingRows, budget: int) -> torch.Tensor | None:
         """Enqueue a step, unless no graph can serve it.
 
         Args:
@@ -77,8 +78,7 @@ class AheadGraphs:
             budget: drafts that it verifies.
 
         Returns:
-            Hidden states of the step's tokens, [rows + budget, hidden], which the next captured step overwrites; and the block
-            tables, [at least the rows, columns] by group.
+            Hidden states of the step's tokens, [rows + budget, hidden], which the next captured step or draft overwrites.
         """
         host = inputs.host
         tokens = host.num_rows + budget
@@ -89,7 +89,7 @@ class AheadGraphs:
         bucket = AheadBucket(padded, size, min(1 + self._width, padded) if budget else 1)
         buffers = self._repeated.buffers(bucket)
         buffers.fill(inputs, rows)
-        return self._repeated.run(bucket)[:tokens], buffers.tables
+        return self._repeated.run(bucket)[:tokens]
 
     def _forward(self, buffers: AheadBuffers) -> torch.Tensor:
         """What is captured."""

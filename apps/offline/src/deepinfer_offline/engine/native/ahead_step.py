@@ -13,7 +13,7 @@ The host gets copies when they are there. It reads nothing in between, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,7 +101,7 @@ class AheadSteps:
             done.result()
         rows = lay_out(plan, self._lengths, self._confidence, scaling, runner.tokens)
         tries = self._tries
-        hidden, tables = self._forward(plan, inputs, rows)
+        hidden, table = self._forward(plan, inputs, rows)
         prompts = tuple(runner.score_prompt(chunk, hidden) for chunk in inputs.prompts)
         logits = runner.logits(inputs, hidden)
         accepted, logprobs, block = None, None, None
@@ -119,7 +119,7 @@ class AheadSteps:
             lengths = rows.first + accepted.counts
             self._lengths[self._slots(rows)] = lengths
             if plan.ahead is not None and plan.ahead.width:
-                block = self._draft(rows, tables, lengths, params, inputs)
+                block = self._draft(rows, table, lengths, params, inputs)
         copies = [] if accepted is None else [accepted.token_ids, accepted.counts, rows.verified]
         blocks = [] if block is None else [block.token_ids, block.confidence]
         emitted, drafts, sent = Download(copies, clock), Download(blocks, clock), LogprobsDownload(logprobs)
@@ -130,15 +130,15 @@ class AheadSteps:
 
     def _forward(
         self, plan: StepPlan, inputs: StepInputs, rows: DrawingRows
-    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Hidden states of `HostBatch.logit_rows`, and block tables by group."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states of `HostBatch.logit_rows`; and the draft's block table, but of a captured step, which keeps it."""
         assert plan.ahead is not None
         found = None if self._captured is None else self._captured.run(inputs, rows, plan.ahead.budget)
         if found is not None:
-            return found
+            return found, None
         runner = self._runner
         batch = ahead_batch(plan, inputs, rows, runner.tokens, self._device, exact=self._exact)
-        return runner.model.forward(batch, runner.cache), batch.block_tables
+        return runner.model.forward(batch, runner.cache), batch.block_tables[self._drafts.draft_group]
 
     @property
     def _tries(self) -> int:
@@ -148,23 +148,26 @@ class AheadSteps:
     def _draft(
         self,
         rows: DrawingRows,
-        tables: Mapping[str, torch.Tensor],
+        table: torch.Tensor | None,
         lengths: torch.Tensor,
         params: DeviceRows,
         inputs: StepInputs,
     ) -> DraftedBlocks:
         """Draft the block that follows in every row. Its tokens stay in the token buffer, where the next step verifies them."""
-        tokens, draws = self._runner.tokens, params.draws(torch.arange(len(lengths), device=lengths.device))
-        anchors = tokens.gather(rows.base + lengths - 1)
+        tokens, longest = self._runner.tokens, int(inputs.host.seq_lens.max())
+        draws = params.draws(torch.arange(len(lengths), device=lengths.device))
 
         def choose(logits: torch.Tensor, column: int) -> torch.Tensor:
             ids = self._choose(draws, logits, lengths + column)
             tokens.scatter(rows.base + lengths + column, ids)
             return ids
 
-        table = tables[self._drafts.draft_group][rows.there].long()
-        longest = int(inputs.host.seq_lens.max())
-        block = self._drafts.draft_blocks(anchors, lengths - 1, table, self._runner.cache, choose, longest)
+        if table is None and self._captured is not None:
+            block = self._captured.drafts.run(rows.base, lengths, longest, None if params.greedy else choose)
+        else:
+            assert table is not None
+            anchors, tables = tokens.gather(rows.base + lengths - 1), table[rows.there].long()
+            block = self._drafts.draft_blocks(anchors, lengths - 1, tables, self._runner.cache, choose, longest)
         self._confidence[self._slots(rows)] = block.confidence.float()
         return block
 

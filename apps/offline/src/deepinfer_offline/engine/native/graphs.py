@@ -21,12 +21,21 @@ import torch
 from deepinfer_offline.engine.native.ahead_graphs import AheadGraphs
 from deepinfer_offline.engine.native.batch import StepInputs
 from deepinfer_offline.engine.native.capture import SPARE_BYTES, Recorder, ShortOfMemoryError
+from deepinfer_offline.engine.native.draft_graphs import DraftGraphs
 from deepinfer_offline.engine.native.prompt_graphs import PromptGraphs
 from deepinfer_offline.engine.native.replayed import Replayed
 from deepinfer_offline.engine.native.step_buffers import StepBuffers
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import Capturable, CapturesPrompts, DraftsBlocks, Model, ModelFacts, ModelOptions
+from deepinfer_offline.models.base import (
+    Capturable,
+    CapturesBlocks,
+    CapturesPrompts,
+    DraftsBlocks,
+    Model,
+    ModelFacts,
+    ModelOptions,
+)
 from deepinfer_offline.ops.cuda.support import kernels
 
 _LOG = logging.getLogger(__name__)
@@ -174,11 +183,14 @@ class StepGraphs:
         self.decodes = DecodeGraphs(model, cache, tokens, recorder, memory)
         takes_prompts = isinstance(model, CapturesPrompts) and model.captures_prompts
         self.prompts = PromptGraphs(model, cache, tokens, recorder, memory) if takes_prompts else None
+        takes_drafts = takes_prompts and isinstance(model, CapturesBlocks) and isinstance(model, DraftsBlocks)
         self.ahead: AheadGraphs | None = None
-        if takes_prompts and isinstance(model, DraftsBlocks) and (width := model.draft_width):
-            most, row_sizes = options.max_running, row_buckets(options.max_running)
-            sizes = sorted({*row_sizes, *row_buckets(min(most * (1 + width), max(most, options.max_step_tokens)))})
-            self.ahead = AheadGraphs(model, cache, tokens, recorder, memory, width=width, rows=row_sizes, sizes=sizes)
+        if takes_drafts and model.draft_width:
+            row_sizes = row_buckets(options.max_running)
+            drafts = DraftGraphs(model, cache, tokens, recorder, memory, row_sizes)
+            most = min(options.max_running * (1 + model.draft_width), max(options.max_running, options.max_step_tokens))
+            sizes = sorted({*row_sizes, *row_buckets(most)})
+            self.ahead = AheadGraphs(model, cache, tokens, recorder, memory, drafts, row_sizes, sizes)
 
     def run(self, inputs: StepInputs) -> Replayed | None:
         """Enqueue the step; None when it is not one that a graph can serve."""

@@ -157,7 +157,7 @@ class ModelRunner:
 
     @property
     def ahead_graphs(self) -> AheadGraphs | None:
-        """Captured steps with drafts that are made and shared out on the device."""
+        """Captured steps with drafts that are made and shared out on the device; None where none is captured."""
         return None if self._graphs is None else self._graphs.ahead
 
     # --- sequences -------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from deepinfer_specdec.dspark import DSparkConfig, DSparkModel, load_draft
 from deepinfer_specdec.errors import CheckpointError
 
 from deepinfer_offline.engine.base import EngineStartError
-from deepinfer_offline.models.base import DraftChooser, DraftedBlocks, ForwardBatch, ModelOptions
+from deepinfer_offline.models.base import DraftChooser, DraftedBlocks, DraftStates, ForwardBatch, ModelOptions
 from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.ops.attention.base import GROUP
 from deepinfer_offline.ops.cpu.memory import cache_zeros
@@ -75,31 +74,29 @@ class LlamaDraft:
             both = torch.stack((keys[0].transpose(0, 1), values[0].transpose(0, 1)), dim=1)
             pool.flatten(0, 1).index_copy_(0, places, both)
 
-    def propose(
+    def parallel(
         self,
         anchors: torch.Tensor,
         positions: torch.Tensor,
         tables: torch.Tensor,
         pools: Pools,
         embedding: torch.Tensor,
-        logits: Callable[[torch.Tensor], torch.Tensor],
-        choose: DraftChooser,
         longest: int,
-    ) -> DraftedBlocks:
-        """See `DraftsBlocks.draft_blocks`.
+    ) -> torch.Tensor:
+        """Hidden states of the blocks, [R, K, hidden].
 
         Args:
-            anchors, positions, tables, choose, longest: see there.
+            anchors, positions, tables, longest: see `DraftsBlocks.draft_blocks`.
             pools: from `allocate`.
             embedding: the target's, [vocab, hidden].
-            logits: the target's head: [n, hidden] -> float32 [n, vocab].
         """
         size = self._slab(longest)
         parts = [slice(start, start + size) for start in range(0, len(anchors), size)]
-        hidden = torch.cat([self._block(anchors[p], positions[p], tables[p], pools, embedding, longest) for p in parts])
-        base = logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-        tokens, confidence = self._model.sequential(base, hidden, anchors, choose)
-        return DraftedBlocks(tokens, confidence)
+        return torch.cat([self._block(anchors[p], positions[p], tables[p], pools, embedding, longest) for p in parts])
+
+    def sequential(self, states: DraftStates, anchors: torch.Tensor, choose: DraftChooser) -> DraftedBlocks:
+        """See `CapturesBlocks.finish_blocks`."""
+        return DraftedBlocks(*self._model.sequential(states.logits, states.hidden, anchors, choose))
 
     def _block(
         self,

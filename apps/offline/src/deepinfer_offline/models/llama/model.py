@@ -13,6 +13,7 @@ from deepinfer_offline.models.base import (
     CacheGroup,
     DraftChooser,
     DraftedBlocks,
+    DraftStates,
     ForwardBatch,
     ModelFacts,
     ModelOptions,
@@ -142,8 +143,20 @@ class LlamaModel:
         longest: int,
     ) -> DraftedBlocks:
         """See `deepinfer_offline.models.base.DraftsBlocks`."""
+        return self.finish_blocks(self.draft_states(anchors, positions, tables, cache, longest), anchors, choose)
+
+    def draft_states(
+        self, anchors: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, cache: LlamaCache, longest: int
+    ) -> DraftStates:
+        """See `deepinfer_offline.models.base.CapturesBlocks`."""
         assert self.draft is not None, "no draft was loaded"
-        return self.draft.propose(anchors, positions, tables, cache.draft, self.embedding, self.logits, choose, longest)
+        hidden = self.draft.parallel(anchors, positions, tables, cache.draft, self.embedding, longest)
+        return DraftStates(hidden, self.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]))
+
+    def finish_blocks(self, states: DraftStates, anchors: torch.Tensor, choose: DraftChooser) -> DraftedBlocks:
+        """See `deepinfer_offline.models.base.CapturesBlocks`."""
+        assert self.draft is not None, "no draft was loaded"
+        return self.draft.sequential(states, anchors, choose)
 
     def _tap(self, features: list[torch.Tensor], layer: int, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Keep the output of a tapped layer: a copy, since the next layer may overwrite it."""

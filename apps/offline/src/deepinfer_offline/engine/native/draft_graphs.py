@@ -1,0 +1,149 @@
+"""Captured drafts: one CUDA graph for each bucket of rows and context, behind a captured step whose block tables it reads.
+
+Where every row takes its likeliest token, all of a block is captured. Otherwise the parallel stage is, and the sequential one,
+which draws as each row asks, runs after it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepinfer_offline.engine.native.capture import Recorder
+from deepinfer_offline.engine.native.repeated import Repeated
+from deepinfer_offline.engine.native.step_memory import StepMemory
+from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.models.base import CapturesBlocks, DraftChooser, DraftedBlocks, DraftStates
+from deepinfer_offline.ops.cuda.support import kernels
+
+_LEAST = 256  # positions of the smallest bucket
+_MOST = 64  # graphs
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DraftBucket:
+    """Rows, positions up to the longest row's anchor, and whether every row takes its likeliest tokens."""
+
+    rows: int
+    longest: int
+    greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBuffers:
+    """Inputs of a bucket.
+
+    Attributes:
+        bucket: what fits.
+        table: int32 [rows, columns], where the step before found it.
+        places: int64 [rows], where each block begins in the flat token buffer, behind its anchor; of rows that pad, its scratch
+            place.
+        positions: int64 [rows], of the anchors; of rows that pad, any.
+    """
+
+    bucket: DraftBucket
+    table: torch.Tensor
+    places: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, table: torch.Tensor, bucket: DraftBucket) -> DraftBuffers:
+        """Buffers over a table."""
+        places, positions = table.new_zeros(2, bucket.rows, dtype=torch.int64)
+        return cls(bucket, table, places, positions)
+
+    def fill(self, base: torch.Tensor, lengths: torch.Tensor, scratch: int) -> None:
+        """Rows whose slots begin at `base` in the token buffer and have `lengths` tokens, int64 [R] both."""
+        self.places.fill_(scratch)
+        torch.add(base, lengths, out=self.places[: len(base)])
+        torch.sub(lengths, 1, out=self.positions[: len(base)])
+
+
+class DraftGraphs:
+    """Captures drafts when a bucket occurs again, and replays them. Used by the thread that runs the steps.
+
+    Args:
+        model: drafts without a decision from the host.
+        cache: of the model.
+        tokens: the token buffer.
+        recorder: records graphs.
+        memory: where captured steps have their block tables.
+        rows: sizes of batches, ascending; the last one holds all that run at once.
+    """
+
+    def __init__(
+        self,
+        model: CapturesBlocks,
+        cache: Any,
+        tokens: TokenBuffer,
+        recorder: Recorder,
+        memory: StepMemory,
+        rows: Sequence[int],
+    ) -> None:
+        self._model, self._cache, self._tokens, self._rows = model, cache, tokens, rows
+        self._limit, group = memory.limit, model.draft_group
+
+        def make(bucket: DraftBucket) -> DraftBuffers:
+            return DraftBuffers.of(memory.views(bucket.rows, memory.limit)[group], bucket)
+
+        self._repeated = Repeated(recorder, make, self._work, _MOST)
+
+    @property
+    def tries(self) -> int:
+        """Captures so far, those that found no memory among them."""
+        return self._repeated.tries
+
+    @property
+    def captured(self) -> list[DraftBucket]:
+        """What is captured."""
+        return sorted(self._repeated.captured)
+
+    def run(
+        self, base: torch.Tensor, lengths: torch.Tensor, longest: int, choose: DraftChooser | None
+    ) -> DraftedBlocks:
+        """Draft for the rows of the captured step before, which are those of its block tables.
+
+        Args:
+            base: int64 [R], where each row's slot begins in the flat token buffer.
+            lengths: int64 [R], its tokens.
+            longest: upper bound of the anchors' positions, known on the host.
+            choose: draws tokens, and puts them into the token buffer; None: the likeliest are put there.
+
+        Returns:
+            Blocks that the next captured step may overwrite.
+        """
+        count = len(base)
+        rows = self._rows[bisect_left(self._rows, count)]
+        bucket = DraftBucket(rows, min(max(_LEAST, 1 << (longest - 1).bit_length()), self._limit), choose is None)
+        buffers = self._repeated.buffers(bucket)
+        buffers.fill(base, lengths, self._tokens.scratch)
+        left = self._repeated.run(bucket)
+        if choose is None:
+            ids, confidence = left
+            return DraftedBlocks(ids[:count], confidence[:count])
+        hidden, logits, anchors = (part[:count] for part in left)
+        return self._model.finish_blocks(DraftStates(hidden, logits), anchors, choose)
+
+    def _work(self, buffers: DraftBuffers) -> tuple[torch.Tensor, ...]:
+        """What is captured: drafted ids and confidences, or states and anchors."""
+        b, tokens = buffers.bucket, self._tokens
+        anchors = tokens.gather((buffers.places - 1).clamp_min(0))
+        states = self._model.draft_states(anchors, buffers.positions, buffers.table.long(), self._cache, b.longest)
+        if not b.greedy:
+            return states.hidden, states.logits, anchors
+        block = self._model.finish_blocks(states, anchors, self._likeliest(buffers.places))
+        return block.token_ids, block.confidence
+
+    def _likeliest(self, places: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        tokens = self._tokens
+
+        def choose(logits: torch.Tensor, column: int) -> torch.Tensor:
+            # Rows that pad stay at the scratch place, which is the last one.
+            where = (places + column).clamp_max(tokens.scratch)
+            return kernels().argmax(logits, flat=tokens.flat, where=where)
+
+        return choose
