@@ -106,7 +106,9 @@ def measure(engine: Any, running: int, steps: int) -> dict[str, Any]:
 def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--running", type=int, nargs="*", default=[1, 8, 64, 256])
+    parser.add_argument(
+        "--running", type=int, nargs="*", default=[1, 8, 64, 256], help="the first is run without graphs too"
+    )
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--kernels", action="store_true", help="print the longest kernels of steps with drafts too")
     asked = parser.parse_args(argv)
@@ -126,7 +128,7 @@ def run(argv: list[str]) -> int:
         ]
         for name, folder, speculates, captured, lengths in cells:
             engine = build_engine(folder, speculates=speculates, captured=captured)
-            for running in asked.running:
+            for running in asked.running if captured else asked.running[:1]:
                 for length in lengths:
                     if length is not None:
                         engine._parts.speculation.force(length)
