@@ -23,7 +23,7 @@ pytest.importorskip("deepinfer_kernels_cuda")
 
 from deepinfer_offline.engine.base import Request
 from deepinfer_offline.engine.native.ahead_buffers import AheadBucket, AheadBuffers
-from deepinfer_offline.engine.native.ahead_rows import DrawingRows, ahead_batch, lay_out
+from deepinfer_offline.engine.native.ahead_rows import AheadState, DrawingRows, ahead_batch, lay_out
 from deepinfer_offline.engine.native.batch import plan_inputs
 from deepinfer_offline.engine.native.build import build_native
 from deepinfer_offline.engine.native.step_memory import StepMemory
@@ -62,15 +62,14 @@ def make_draft(folder: Path, said: list[list[int]]) -> Path:
     return folder
 
 
-def answers(draft: Path | None, drafts: int | None = None) -> tuple[list[list[int]], Any]:
-    """Answers, and the engine's graphs and statistics. `drafts`: verified in each row; None: speculation is off.
-
-    Then each step's results are taken before the next: on a CPU they are the memory that a replay overwrites.
+def answers(draft: Path | None, drafts: int | None = None, heat: float = 0.0) -> tuple[list[list[int]], Any]:
+    """Answers, the last one sampled at `heat`, and the engine's graphs and statistics. `drafts`: verified in each row; None:
+    speculation is off.
     """
     options = EngineOptions(
         engine="native", device="cpu", dtype="float32", max_running=4, max_tokens_per_step=32, kv_memory=1 << 20,
         max_model_len=96, enable_prefix_caching=False, draft_model=draft,
-        speculative="dspark" if draft else "off", async_scheduling=drafts is not None,
+        speculative="dspark" if draft else "off",
     )  # fmt: skip
     source: Any = RandomLlama()
     engine, rng = build_native(options, source, None), np.random.default_rng(3)
@@ -79,12 +78,9 @@ def answers(draft: Path | None, drafts: int | None = None) -> tuple[list[list[in
         engine._parts = replace(parts, speculation=None)
     elif parts.speculation is not None:
         parts.speculation.force(drafts)
-    params = [
-        SamplingParams(temperature=heat, max_tokens=count, seed=5) for heat, count in ((0, 28), (0, 9), (0.8, 12))
-    ]
-    lengths = (20, 3, 70)
-    for number, length in enumerate(lengths):
-        engine.add_request(Request(str(number), rng.integers(0, VOCAB, length).tolist(), params[number % 3]))
+    for number, (length, count) in enumerate(((20, 24), (3, 9), (50, 16))):
+        params = SamplingParams(temperature=heat * (number == 2), max_tokens=count, seed=5)
+        engine.add_request(Request(str(number), rng.integers(0, VOCAB, length).tolist(), params))
     found: dict[str, list[int]] = {}
     while engine.has_unfinished():
         for output in engine.step():
@@ -92,31 +88,42 @@ def answers(draft: Path | None, drafts: int | None = None) -> tuple[list[list[in
             found[output.request_id] = list(output.outputs[0].token_ids)
     stats = engine.stats()
     engine.close()
-    return [found[str(number)] for number in range(len(lengths))], SimpleNamespace(
+    return [found[str(number)] for number in range(len(found))], SimpleNamespace(
         graphs=parts.runner._graphs, stats=stats
     )
 
 
+@pytest.mark.parametrize(("drafts", "heat"), [(WIDTH, 0.0), (0, 0.0), (WIDTH, 0.8)])
 def test_captured_steps_with_a_draft_say_what_steps_without_one_say(
+    drafts: int, heat: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All drafts are verified or none; steps are captured whole, or in parts for a row that is sampled. Replays spoil what other
+    graphs left.
+    """
+    expected, _ = answers(None, heat=heat)
+    draft = make_draft(tmp_path, expected)
+    use_kernels(monkeypatch, 1000)
+    found, made = answers(draft, drafts, heat)
+    assert found == expected
+    ahead = made.graphs.ahead
+    assert bool(ahead.captured) == bool(ahead.drafts.captured) == bool(heat), "steps with a sampled row"
+    assert not made.graphs.decodes.sizes
+    assert Repeats.replays > ahead.tries
+    widths = {bucket.width for bucket in (ahead.captured if heat else ahead.greedy.captured)}
+    assert 1 + WIDTH in widths if drafts else widths == {1}
+    if drafts:
+        assert made.stats.accepted_tokens > 0.2 * made.stats.drafted_tokens > 0
+
+
+def test_steps_of_a_model_with_a_draft_are_captured_while_speculation_is_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With all drafts verified, with none, and with speculation off: replays spoil what other graphs left."""
     expected, _ = answers(None)
     draft = make_draft(tmp_path, expected)
     use_kernels(monkeypatch, 1000)
-    for drafts in (WIDTH, 0):
-        found, made = answers(draft, drafts)
-        assert found == expected, drafts
-        widths = {bucket.width for bucket in made.graphs.ahead.captured}
-        assert 1 + WIDTH in widths if drafts else widths == {1}, "steps of the loop ahead are not captured"
-        assert made.graphs.ahead.drafts.captured, "drafts are not captured"
-        assert Repeats.replays > made.graphs.ahead.tries
-        assert not made.graphs.decodes.sizes
-        if drafts:
-            assert made.stats.accepted_tokens > 0.2 * made.stats.drafted_tokens > 0
     found, made = answers(draft)
     assert found == expected
-    assert made.graphs.decodes.sizes, "a model with a draft has no captured decode steps"
+    assert made.graphs.decodes.sizes
     assert made.graphs.prompts.sizes
 
 
@@ -126,7 +133,7 @@ def test_steps_that_there_is_no_memory_to_capture_run(monkeypatch: pytest.Monkey
     use_kernels(monkeypatch, 0)
     found, made = answers(draft, WIDTH)
     assert found == expected
-    assert not made.graphs.ahead.captured
+    assert not made.graphs.ahead.greedy.captured
     assert made.graphs.ahead.tries > 0
 
 
@@ -154,7 +161,7 @@ def ahead_step(tokens: TokenBuffer, budget: int) -> tuple[StepPlan, Any, Drawing
     lengths = torch.tensor([10, 0, 64, 0, 28])
     confidence = torch.tensor([[2.0, 1.5, -1.0], [0, 0, 0], [0.5, 3.0, 3.0], [0, 0, 0], [-1.0, 2.0, 2.0]])
     scaling = np.array([[1.0] * 3, [0.0] * 3], np.float32)
-    return plan, inputs, lay_out(plan, lengths, confidence, scaling, tokens), tables
+    return plan, inputs, lay_out(plan, AheadState(lengths, confidence), scaling, tokens), tables
 
 
 @pytest.mark.parametrize(

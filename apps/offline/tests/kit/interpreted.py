@@ -5,7 +5,7 @@ Import it where TRITON_INTERPRET=1 was set before Triton was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import deepinfer_kernels_cuda as kernels
 import pytest
 import torch
-from deepinfer_offline.engine.native import graphs, runner
+from deepinfer_offline.engine.native import ahead_step, graphs, runner
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.models.llama.layer import LayerOps
@@ -22,6 +22,7 @@ from deepinfer_offline.ops.attention.base import AttentionShape
 from deepinfer_offline.ops.cuda.attention import CudaAttention
 from deepinfer_offline.ops.cuda.linear import CublasLinear
 from deepinfer_offline.ops.cuda.products import FusedProducts
+from deepinfer_offline.ops.transfers import Download
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -105,9 +106,21 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
 
     def make(model: Any, cache: Any, tokens: TokenBuffer) -> Any:
         found: Any = graphs.StepGraphs(model, cache, tokens)
-        found.decodes._recorder.before = lambda: [tokens.flat, *cache.layers, *cache.draft]  # all graphs share it
+        state = [] if found.ahead is None else [found.ahead.state.lengths, found.ahead.state.confidence]
+        found.decodes._recorder.before = lambda: [
+            tokens.flat,
+            *cache.layers,
+            *cache.draft,
+            *state,
+        ]  # all graphs share it
         return found
 
+    def download(tensors: Sequence[torch.Tensor], *clock: Any) -> Download:
+        """What a replay overwrites is copied in the order of the stream; on a CPU it would be taken as it is."""
+        return Download([tensor.clone() for tensor in tensors], *clock)
+
+    for module in (runner, ahead_step):
+        monkeypatch.setattr(module, "Download", download)
     monkeypatch.setattr(LayerOps, "select", select)
     monkeypatch.setattr(graphs, "Recorder", Repeats)
     monkeypatch.setattr(runner, "make_graphs", make)

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from deepinfer_offline.engine.native.ahead_buffers import AheadBucket, AheadBuffers
-from deepinfer_offline.engine.native.ahead_rows import DrawingRows
+from deepinfer_offline.engine.native.ahead_rows import AheadState, DrawingRows
 from deepinfer_offline.engine.native.batch import StepInputs
 from deepinfer_offline.engine.native.capture import Recorder
 from deepinfer_offline.engine.native.draft_graphs import DraftGraphs
+from deepinfer_offline.engine.native.greedy_steps import GreedySteps
 from deepinfer_offline.engine.native.repeated import Repeated
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import DraftsBlocks, Model
+from deepinfer_offline.models.base import CapturesBlocks, DraftsBlocks, Model
 
 _MOST = 64  # graphs
 
@@ -34,13 +35,14 @@ class AheadGraphs:
         tokens: the token buffer.
         recorder: records graphs.
         memory: where they find their inputs.
-        drafts: drafts behind these steps.
         rows: sizes of batches, ascending; the last one holds all that run at once.
         sizes: the same of tokens, all of `rows` among them.
 
     Attributes:
         sizes: tokens that steps are padded to.
-        drafts: see above.
+        state: what steps leave of each slot.
+        drafts: drafts behind these steps.
+        greedy: steps that are captured as a whole.
     """
 
     def __init__(
@@ -50,20 +52,23 @@ class AheadGraphs:
         tokens: TokenBuffer,
         recorder: Recorder,
         memory: StepMemory,
-        drafts: DraftGraphs,
         rows: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
         assert isinstance(model, DraftsBlocks), f"{type(model).__name__} does not draft"
+        assert isinstance(model, CapturesBlocks), f"drafts of {type(model).__name__} cannot be captured"
         assert set(rows) <= set(sizes), "rows that pad would not fit the tokens of a step that verifies nothing"
         self._model, self._cache, self._tokens, self._width = model, cache, tokens, model.draft_width
-        self._rows, self.sizes, self.drafts = rows, tuple(sizes), drafts
+        self._rows, self.sizes = rows, tuple(sizes)
+        self.state = AheadState.of(rows[-1], model.draft_width, model.options.device)
+        self.drafts = DraftGraphs(model, cache, tokens, recorder, memory, rows)
+        self.greedy = GreedySteps(model, cache, tokens, recorder, memory, self.state, rows, sizes)
         self._repeated = Repeated(recorder, lambda b: AheadBuffers.of(memory, b), self._forward, _MOST)
 
     @property
     def tries(self) -> int:
-        """Captures so far of steps and drafts, those that found no memory among them."""
-        return self._repeated.tries + self.drafts.tries
+        """Captures so far, of any kind, those that found no memory among them."""
+        return self._repeated.tries + self.drafts.tries + self.greedy.tries
 
     @property
     def captured(self) -> list[AheadBucket]:

@@ -24,16 +24,17 @@ import torch
 from deepinfer_sched import StepPlan
 
 from deepinfer_offline.engine.native.acceptance import keep_agreeing
-from deepinfer_offline.engine.native.ahead_rows import DrawingRows, ahead_batch, lay_out
+from deepinfer_offline.engine.native.ahead_rows import AheadState, DrawingRows, ahead_batch, lay_out
 from deepinfer_offline.engine.native.results import DraftedRows, LogprobsDownload, PromptLogprobs, StepResult
 from deepinfer_offline.models.base import DraftedBlocks, DraftsBlocks, Model, TakesBounds
 from deepinfer_offline.ops.transfers import Download
-from deepinfer_offline.sampling.device_rows import DeviceRows
+from deepinfer_offline.sampling.device_rows import DeviceRows, asks_of
 
 if TYPE_CHECKING:
     from deepinfer_specdec.scheduling.calibration import TemperatureScaling
 
     from deepinfer_offline.engine.native.batch import StepInputs
+    from deepinfer_offline.engine.native.greedy_steps import GreedyLeft
     from deepinfer_offline.engine.native.runner import MaskSource, ModelRunner
     from deepinfer_offline.ops.transfers import StepClock
     from deepinfer_offline.sampling.batch import Logprobs, SamplingTable
@@ -70,12 +71,12 @@ class AheadSteps:
         self._runner, self._table, self._scaling = runner, table, scaling
         self._drafts = cast("DraftsBlocks", runner.model)
         self._captured = runner.ahead_graphs
-        if self._captured is not None:
-            self.graphs = self._captured.sizes
         options = runner.model.options
         self._device, self._exact = options.device, not _takes_bounds(runner.model)
-        self._lengths = torch.zeros(options.max_running, dtype=torch.int64, device=options.device)
-        self._confidence = torch.zeros(options.max_running, self._drafts.draft_width, device=options.device)
+        if self._captured is not None:
+            self.graphs, self._state = self._captured.sizes, self._captured.state
+        else:
+            self._state = AheadState.of(options.max_running, self._drafts.draft_width, options.device)
 
     def launch(
         self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None, moves: Sequence[Future[Any]]
@@ -95,12 +96,40 @@ class AheadSteps:
         moves: Sequence[Future[Any]],
         scaling: np.ndarray,
     ) -> EnqueuedAhead:
-        runner = self._runner
-        clock = runner.start_clock()
+        clock, tries = self._runner.start_clock(), self._tries
         for done in moves:
             done.result()
-        rows = lay_out(plan, self._lengths, self._confidence, scaling, runner.tokens)
-        tries = self._tries
+        left = self._replay(plan, inputs, scaling) if masks is None else None
+        if left is not None:
+            emitted, drafts = Download(left.emitted, clock), Download(left.blocks, clock)
+            rows, asked = np.arange(plan.num_rows), np.zeros(plan.num_rows, bool)
+            clock.stop()
+            return EnqueuedAhead(
+                plan, rows, emitted, drafts, LogprobsDownload(None), asked, (), clock, self._tries > tries
+            )
+        return self._enqueue(plan, inputs, masks, scaling, clock, tries)
+
+    def _replay(self, plan: StepPlan, inputs: StepInputs, scaling: np.ndarray) -> GreedyLeft | None:
+        """Enqueue a step as one graph, if all its rows ask for is their likeliest tokens."""
+        if self._captured is None or plan.prefills.any():
+            return None
+        asks = asks_of(self._table, plan.slots, plan.starts + 1 - plan.slack)
+        if any(rows.any() for rows in asks.values()):
+            return None
+        return self._captured.greedy.run(plan, inputs, scaling)
+
+    def _enqueue(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        masks: MaskSource | None,
+        scaling: np.ndarray,
+        clock: StepClock,
+        tries: int,
+    ) -> EnqueuedAhead:
+        """Enqueue a step kernel by kernel, but for what is captured of it."""
+        runner = self._runner
+        rows = lay_out(plan, self._state, scaling, runner.tokens)
         hidden, table = self._forward(plan, inputs, rows)
         prompts = tuple(runner.score_prompt(chunk, hidden) for chunk in inputs.prompts)
         logits = runner.logits(inputs, hidden)
@@ -117,7 +146,7 @@ class AheadSteps:
                 drawn, runner.tokens, rows.owner, rows.column, drafted, rows.places, rows.begins, rows.width
             )
             lengths = rows.first + accepted.counts
-            self._lengths[self._slots(rows)] = lengths
+            self._state.lengths[self._slots(rows)] = lengths
             if plan.ahead is not None and plan.ahead.width:
                 block = self._draft(rows, table, lengths, params, inputs)
         copies = [] if accepted is None else [accepted.token_ids, accepted.counts, rows.verified]
@@ -163,12 +192,12 @@ class AheadSteps:
             return ids
 
         if table is None and self._captured is not None:
-            block = self._captured.drafts.run(rows.base, lengths, longest, None if params.greedy else choose)
+            block = self._captured.drafts.run(rows.base, lengths, longest, choose)
         else:
             assert table is not None
             anchors, tables = tokens.gather(rows.base + lengths - 1), table[rows.there].long()
             block = self._drafts.draft_blocks(anchors, lengths - 1, tables, self._runner.cache, choose, longest)
-        self._confidence[self._slots(rows)] = block.confidence.float()
+        self._state.confidence[self._slots(rows)] = block.confidence.float()
         return block
 
     def _choose(self, draws: RowDraws, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

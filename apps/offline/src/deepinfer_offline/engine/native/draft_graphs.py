@@ -1,13 +1,12 @@
 """Captured drafts: one CUDA graph for each bucket of rows and context, behind a captured step whose block tables it reads.
 
-Where every row takes its likeliest token, all of a block is captured. Otherwise the parallel stage is, and the sequential one,
-which draws as each row asks, runs after it.
+The parallel stage is captured. The sequential one, which draws as each row asks, runs after it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from deepinfer_offline.engine.native.repeated import Repeated
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.models.base import CapturesBlocks, DraftChooser, DraftedBlocks, DraftStates
-from deepinfer_offline.ops.cuda.support import kernels
 
 _LEAST = 256  # positions of the smallest bucket
 _MOST = 64  # graphs
@@ -26,11 +24,10 @@ _MOST = 64  # graphs
 
 @dataclass(frozen=True, slots=True, order=True)
 class DraftBucket:
-    """Rows, positions up to the longest row's anchor, and whether every row takes its likeliest tokens."""
+    """Rows, and positions up to the longest row's anchor."""
 
     rows: int
     longest: int
-    greedy: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +58,11 @@ class DraftBuffers:
         self.places.fill_(scratch)
         torch.add(base, lengths, out=self.places[: len(base)])
         torch.sub(lengths, 1, out=self.positions[: len(base)])
+
+
+def context_bucket(longest: int, limit: int) -> int:
+    """Positions that a captured draft reads for rows of at most `longest`, where sequences end at `limit`."""
+    return min(max(_LEAST, 1 << (longest - 1).bit_length()), limit)
 
 
 class DraftGraphs:
@@ -102,48 +104,24 @@ class DraftGraphs:
         """What is captured."""
         return sorted(self._repeated.captured)
 
-    def run(
-        self, base: torch.Tensor, lengths: torch.Tensor, longest: int, choose: DraftChooser | None
-    ) -> DraftedBlocks:
+    def run(self, base: torch.Tensor, lengths: torch.Tensor, longest: int, choose: DraftChooser) -> DraftedBlocks:
         """Draft for the rows of the captured step before, which are those of its block tables.
 
         Args:
             base: int64 [R], where each row's slot begins in the flat token buffer.
             lengths: int64 [R], its tokens.
             longest: upper bound of the anchors' positions, known on the host.
-            choose: draws tokens, and puts them into the token buffer; None: the likeliest are put there.
-
-        Returns:
-            Blocks that the next captured step may overwrite.
+            choose: draws tokens, and puts them into the token buffer.
         """
         count = len(base)
-        rows = self._rows[bisect_left(self._rows, count)]
-        bucket = DraftBucket(rows, min(max(_LEAST, 1 << (longest - 1).bit_length()), self._limit), choose is None)
+        bucket = DraftBucket(self._rows[bisect_left(self._rows, count)], context_bucket(longest, self._limit))
         buffers = self._repeated.buffers(bucket)
         buffers.fill(base, lengths, self._tokens.scratch)
-        left = self._repeated.run(bucket)
-        if choose is None:
-            ids, confidence = left
-            return DraftedBlocks(ids[:count], confidence[:count])
-        hidden, logits, anchors = (part[:count] for part in left)
+        hidden, logits, anchors = (part[:count] for part in self._repeated.run(bucket))
         return self._model.finish_blocks(DraftStates(hidden, logits), anchors, choose)
 
     def _work(self, buffers: DraftBuffers) -> tuple[torch.Tensor, ...]:
-        """What is captured: drafted ids and confidences, or states and anchors."""
-        b, tokens = buffers.bucket, self._tokens
-        anchors = tokens.gather((buffers.places - 1).clamp_min(0))
-        states = self._model.draft_states(anchors, buffers.positions, buffers.table.long(), self._cache, b.longest)
-        if not b.greedy:
-            return states.hidden, states.logits, anchors
-        block = self._model.finish_blocks(states, anchors, self._likeliest(buffers.places))
-        return block.token_ids, block.confidence
-
-    def _likeliest(self, places: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
-        tokens = self._tokens
-
-        def choose(logits: torch.Tensor, column: int) -> torch.Tensor:
-            # Rows that pad stay at the scratch place, which is the last one.
-            where = (places + column).clamp_max(tokens.scratch)
-            return kernels().argmax(logits, flat=tokens.flat, where=where)
-
-        return choose
+        """What is captured."""
+        anchors, table = self._tokens.gather((buffers.places - 1).clamp_min(0)), buffers.table.long()
+        states = self._model.draft_states(anchors, buffers.positions, table, self._cache, buffers.bucket.longest)
+        return states.hidden, states.logits, anchors

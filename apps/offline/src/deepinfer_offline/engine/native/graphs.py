@@ -21,7 +21,6 @@ import torch
 from deepinfer_offline.engine.native.ahead_graphs import AheadGraphs
 from deepinfer_offline.engine.native.batch import StepInputs
 from deepinfer_offline.engine.native.capture import SPARE_BYTES, Recorder, ShortOfMemoryError
-from deepinfer_offline.engine.native.draft_graphs import DraftGraphs
 from deepinfer_offline.engine.native.prompt_graphs import PromptGraphs
 from deepinfer_offline.engine.native.replayed import Replayed
 from deepinfer_offline.engine.native.step_buffers import StepBuffers
@@ -187,10 +186,9 @@ class StepGraphs:
         self.ahead: AheadGraphs | None = None
         if takes_drafts and model.draft_width:
             row_sizes = row_buckets(options.max_running)
-            drafts = DraftGraphs(model, cache, tokens, recorder, memory, row_sizes)
             most = min(options.max_running * (1 + model.draft_width), max(options.max_running, options.max_step_tokens))
             sizes = sorted({*row_sizes, *row_buckets(most)})
-            self.ahead = AheadGraphs(model, cache, tokens, recorder, memory, drafts, row_sizes, sizes)
+            self.ahead = AheadGraphs(model, cache, tokens, recorder, memory, row_sizes, sizes)
 
     def run(self, inputs: StepInputs) -> Replayed | None:
         """Enqueue the step; None when it is not one that a graph can serve."""
