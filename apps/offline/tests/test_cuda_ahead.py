@@ -22,10 +22,13 @@ pytest.importorskip("triton")
 pytest.importorskip("deepinfer_kernels_cuda")
 
 from deepinfer_offline.engine.base import Request
+from deepinfer_offline.engine.native.acceptance import keep_agreeing
 from deepinfer_offline.engine.native.ahead_buffers import AheadBucket, AheadBuffers
 from deepinfer_offline.engine.native.ahead_rows import AheadState, DrawingRows, ahead_batch, lay_out
 from deepinfer_offline.engine.native.batch import plan_inputs
 from deepinfer_offline.engine.native.build import build_native
+from deepinfer_offline.engine.native.greedy_buffers import GreedyBucket, GreedyBuffers
+from deepinfer_offline.engine.native.greedy_steps import GreedySteps
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.options import EngineOptions
@@ -147,6 +150,9 @@ def make_model(monkeypatch: pytest.MonkeyPatch, draft: Path) -> LlamaModel:
     return LlamaModel.load(source, options)
 
 
+CONFIDENCE = torch.tensor([[2.0, 1.5, -1.0], [0, 0, 0], [0.5, 3.0, 3.0], [0, 0, 0], [-1.0, 2.0, 2.0]])
+
+
 def ahead_step(tokens: TokenBuffer, budget: int) -> tuple[StepPlan, Any, DrawingRows, np.ndarray]:
     """Three decode rows that verify `budget` drafts together; where two of them begin, the device alone knows."""
     nothing = np.zeros(3, np.int32)
@@ -159,9 +165,8 @@ def ahead_step(tokens: TokenBuffer, budget: int) -> tuple[StepPlan, Any, Drawing
     tables = 1 + np.arange(5 * 12, dtype=np.int32).reshape(5, 12)
     inputs = plan_inputs(plan, [CacheGroup(GROUP, "prefix", BLOCK, 8)], {GROUP: tables}.__getitem__, tokens, {})
     lengths = torch.tensor([10, 0, 64, 0, 28])
-    confidence = torch.tensor([[2.0, 1.5, -1.0], [0, 0, 0], [0.5, 3.0, 3.0], [0, 0, 0], [-1.0, 2.0, 2.0]])
     scaling = np.array([[1.0] * 3, [0.0] * 3], np.float32)
-    return plan, inputs, lay_out(plan, AheadState(lengths, confidence), scaling, tokens), tables
+    return plan, inputs, lay_out(plan, AheadState(lengths, CONFIDENCE), scaling, tokens), tables
 
 
 @pytest.mark.parametrize(
@@ -205,3 +210,69 @@ def test_a_padded_step_is_the_step_and_writes_nothing_that_anybody_reads(
     for one, other in zip((*caches[0].layers, *caches[0].draft), (*caches[1].layers, *caches[1].draft), strict=True):
         assert (one[1:] - other[1:]).abs().max() < NEAR, "a block of somebody was written"
         assert other[0].isfinite().all(), "block 0 is read where nothing is seen"
+
+
+@pytest.mark.parametrize(("budget", "bucket"), [(4, (16, 4, 4)), (5, (8, 8, 4)), (0, (8, 8, 1)), (0, (3, 3, 1))])
+def test_a_step_captured_whole_is_the_step(
+    budget: int, bucket: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What it emits and drafts, and what it leaves: in the token buffer, of the slots, and in blocks of somebody."""
+    model = make_model(monkeypatch, make_draft(tmp_path, []))
+    ahead: Any = SimpleNamespace(tokens=TokenBuffer(5, 100, "cpu"))
+    ahead.tokens.flat.copy_(
+        torch.randint(0, VOCAB, ahead.tokens.flat.shape, generator=torch.Generator().manual_seed(2))
+    )
+    plan, inputs, rows, _ = ahead_step(ahead.tokens, budget)
+    states, buffers, caches = [], [], []
+    for _ in range(2):
+        tokens, cache = TokenBuffer(5, 100, "cpu"), model.allocate_cache({GROUP: 64})
+        tokens.flat.copy_(ahead.tokens.flat)
+        for pool in (*cache.layers, *cache.draft):
+            pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(4)))
+        lengths, confidence = torch.tensor([10, 0, 64, 0, 28, 9]), torch.zeros(6, WIDTH)
+        confidence[:5] = CONFIDENCE
+        states.append(AheadState(lengths, confidence))
+        buffers.append(tokens)
+        caches.append(cache)
+    # Half of the drafts are what the model says.
+    with torch.inference_mode():
+        batch = ahead_batch(plan, inputs, rows, buffers[0], "cpu", exact=False)
+        drawn = model.logits(model.forward(batch, caches[0])).argmax(-1)
+        for tokens in buffers:
+            right = (rows.column < rows.verified[rows.owner]) & (rows.owner != 1)
+            tokens.scatter(rows.places[right], drawn[right])
+        batch = ahead_batch(plan, inputs, rows, buffers[0], "cpu", exact=False)
+        drawn = model.logits(model.forward(batch, caches[0])).argmax(-1)
+        drafted = rows.column < rows.verified[rows.owner]
+        kept = keep_agreeing(drawn, buffers[0], rows.owner, rows.column, drafted, rows.places, rows.begins, bucket[2])
+        after = rows.first + kept.counts
+        anchors, tables = buffers[0].gather(rows.base + after - 1), batch.block_tables[GROUP].long()
+
+        def choose(logits: torch.Tensor, column: int) -> torch.Tensor:
+            buffers[0].scatter(rows.base + after + column, logits.argmax(-1))
+            return logits.argmax(-1)
+
+        block = model.draft_blocks(anchors, after - 1, tables, caches[0], choose, 70)
+        memory = StepMemory((CacheGroup(GROUP, "prefix", BLOCK, 8),), 10, 96, "cpu")
+        memory.packed.fill_(7)
+        memory.tables.fill_(7)
+        recorder: Any = None
+        steps = GreedySteps(model, caches[1], buffers[1], recorder, memory, states[1], [1, 5], [1, 5, 16])
+        filled = GreedyBuffers.of(memory, GreedyBucket(*bucket, 96), WIDTH, 5)
+        filled.fill(plan, inputs, np.array([[1.0] * 3, [0.0] * 3], np.float32))
+        ids, counts, verified, guessed, sure = (part[:3] for part in steps._work(filled))
+    assert torch.equal(ids, kept.token_ids)
+    assert counts.tolist() == kept.counts.tolist()
+    assert budget == 0 or 1 < int(counts.max()) > int(counts.min()), "all drafts fare alike: the test shows nothing"
+    assert torch.equal(verified, rows.verified)
+    assert torch.equal(guessed, block.token_ids)
+    assert (sure - block.confidence).abs().max() < NEAR
+    assert torch.equal(buffers[0].data, buffers[1].data)
+    slots = plan.slots.tolist()
+    assert states[1].lengths[slots].tolist() == after.tolist()
+    assert torch.equal(states[1].confidence[slots], sure)
+    assert states[1].lengths[[1, 3]].tolist() == [0, 0]
+    assert torch.equal(states[1].confidence[[1, 3]], CONFIDENCE[[1, 3]])
+    for one, other in zip((*caches[0].layers, *caches[0].draft), (*caches[1].layers, *caches[1].draft), strict=True):
+        assert (one[1:] - other[1:]).abs().max() < NEAR, "a block of somebody was written"
+        assert other[0].isfinite().all()

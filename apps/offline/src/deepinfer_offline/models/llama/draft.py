@@ -16,7 +16,7 @@ from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.ops.attention.base import GROUP
 from deepinfer_offline.ops.cpu.memory import cache_zeros
 
-_MAX_GATHERED = 1 << 26  # values of a draft layer's context that are gathered at once
+_MAX_GATHERED = 1 << 25  # values of a draft layer's context that are gathered at once
 
 Pools = tuple[torch.Tensor, ...]
 """By draft layer: [blocks, block_size, 2, kv_heads, head_dim], keys and values of the injected context."""
@@ -121,8 +121,7 @@ class LlamaDraft:
 
     def _slab(self, longest: int) -> int:
         """Rows whose context of one layer is gathered at once."""
-        context = min(longest, self.config.window or 1 << 30) + 2 * self._block_size
-        return max(1, _MAX_GATHERED // (2 * context * self.config.num_kv_heads * self.config.head_dim))
+        return max(1, _MAX_GATHERED // _context_values(self.config, longest, self._block_size))
 
     def _places(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [T], where each token's context goes in the flattened pools: to block 0, which is nobody's, below a write floor
@@ -178,12 +177,27 @@ def draft_block_bytes(config: DSparkConfig, options: ModelOptions) -> int:
     return config.num_layers * options.block_size * row
 
 
-def draft_context_bytes(config: DSparkConfig, options: ModelOptions) -> int:
-    """Bytes that writing a token's context takes beside the target's step, rounded up."""
+def draft_context_bytes(config: DSparkConfig, options: ModelOptions) -> tuple[int, int]:
+    """Bytes of a token that are kept for writing its context while the target's layers run; and that writing it takes, those among
+    them, rounded up.
+    """
     size, features = options.dtype.itemsize, len(config.taps) * config.hidden_size
-    stored = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    # Features apart and together; the injected states, and their norm in float32; keys and values, those of a layer in float32.
-    return 2 * features * size + config.hidden_size * (2 * size + 3 * 4) + 2 * stored * (size + 4)
+    layer = 2 * config.num_kv_heads * config.head_dim
+    # Features apart and together; injected states and their norm in float32; keys and values, rotated in float32.
+    writing = 2 * features * size + config.hidden_size * (2 * size + 3 * 4)
+    return features * size, writing + config.num_layers * layer * size + layer * (size + 8)
+
+
+def draft_stage_bytes(config: DSparkConfig, options: ModelOptions) -> int:
+    """Bytes that the parallel stage takes at most: a layer's context of a slab, gathered and again beside the block's own."""
+    row = _context_values(config, options.max_model_len, options.block_size)
+    return 3 * options.dtype.itemsize * max(row, min(_MAX_GATHERED, options.max_running * row))
+
+
+def _context_values(config: DSparkConfig, longest: int, block_size: int) -> int:
+    """Values of a draft layer's context that a row of `longest` positions gathers, rounded up."""
+    positions = min(longest, config.window or longest) + 2 * block_size
+    return 2 * positions * config.num_kv_heads * config.head_dim
 
 
 def draft_weight_bytes(config: DSparkConfig, options: ModelOptions) -> int:

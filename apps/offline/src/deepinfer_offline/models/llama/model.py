@@ -24,6 +24,7 @@ from deepinfer_offline.models.llama.draft import (
     draft_block_bytes,
     draft_config,
     draft_context_bytes,
+    draft_stage_bytes,
     draft_weight_bytes,
 )
 from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer, captures_steps
@@ -178,17 +179,19 @@ class LlamaModel:
         tokens, rows = options.max_step_tokens, options.max_running
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
         logits = rows * config.vocab_size * (4 + size)
-        token = widths * size
+        token, stage, drafts = widths * size, 0, 0
         shape = attention_shape(config, options)
         block_bytes = shape.block_bytes * config.num_layers
         if options.draft is not None:
             draft = draft_config(options.draft, config)
             block_bytes += draft_block_bytes(draft, options)
             weights += draft_weight_bytes(draft, options)
-            token += draft_context_bytes(draft, options)
-        workspace = tokens * token + 2 * logits
-        # Of captured steps those with prompts or drafts leave logits out, and others have no more tokens than rows.
-        graphs = max(tokens * token, rows * token + logits)
+            kept, writing = draft_context_bytes(draft, options)
+            token = max(token + kept, 4 * config.hidden_size * size + writing)
+            stage, drafts = draft_stage_bytes(draft, options), draft.block_size
+        workspace = tokens * token + (2 + drafts) * logits + stage
+        # Of captured steps those with prompts leave logits out, and others have logits of no more tokens at once than rows.
+        graphs = max(tokens * token, rows * token + logits + stage)
         group = CacheGroup(GROUP, "prefix", options.block_size, block_bytes)
         return ModelFacts(
             config.model_type,
