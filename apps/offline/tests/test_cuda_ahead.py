@@ -27,16 +27,17 @@ from deepinfer_offline.engine.native.ahead_buffers import AheadBucket, AheadBuff
 from deepinfer_offline.engine.native.ahead_rows import AheadState, DrawingRows, ahead_batch, lay_out
 from deepinfer_offline.engine.native.batch import plan_inputs
 from deepinfer_offline.engine.native.build import build_native
-from deepinfer_offline.engine.native.greedy_buffers import GreedyBucket, GreedyBuffers
-from deepinfer_offline.engine.native.greedy_steps import GreedySteps
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.engine.native.whole_buffers import WholeBucket, WholeBuffers
+from deepinfer_offline.engine.native.whole_steps import WholeSteps
 from deepinfer_offline.engine.options import EngineOptions
 from deepinfer_offline.models.base import CacheGroup, ModelOptions
 from deepinfer_offline.models.llama.model import LlamaModel
 from deepinfer_offline.ops.attention.base import GROUP
 from deepinfer_offline.ops.cuda.attention import CudaAttention
 from deepinfer_offline.sampling import SamplingParams
+from deepinfer_offline.sampling.batch import SamplingTable
 from deepinfer_sched import Ahead, StepPlan
 from deepinfer_specdec.dspark import DSparkConfig, DSparkModel
 from deepinfer_specdec.dspark.loader import save_draft
@@ -65,9 +66,13 @@ def make_draft(folder: Path, said: list[list[int]]) -> Path:
     return folder
 
 
-def answers(draft: Path | None, drafts: int | None = None, heat: float = 0.0) -> tuple[list[list[int]], Any]:
-    """Answers, the last one sampled at `heat`, and the engine's graphs and statistics. `drafts`: verified in each row; None:
-    speculation is off.
+def answers(draft: Path | None, drafts: int | None = None, **asked: Any) -> tuple[list[list[int]], Any]:
+    """Answers, and the engine's graphs and statistics.
+
+    Args:
+        draft: of the model.
+        drafts: verified in each row; None: speculation is off.
+        asked: parameters of the last request; others are greedy.
     """
     options = EngineOptions(
         engine="native", device="cpu", dtype="float32", max_running=4, max_tokens_per_step=32, kv_memory=1 << 20,
@@ -82,7 +87,8 @@ def answers(draft: Path | None, drafts: int | None = None, heat: float = 0.0) ->
     elif parts.speculation is not None:
         parts.speculation.force(drafts)
     for number, (length, count) in enumerate(((20, 24), (3, 9), (50, 16))):
-        params = SamplingParams(temperature=heat * (number == 2), max_tokens=count, seed=5)
+        settings: dict[str, Any] = {"temperature": 0} | (asked if number == 2 else {})
+        params = SamplingParams(max_tokens=count, seed=5, **settings)
         engine.add_request(Request(str(number), rng.integers(0, VOCAB, length).tolist(), params))
     found: dict[str, list[int]] = {}
     while engine.has_unfinished():
@@ -96,24 +102,29 @@ def answers(draft: Path | None, drafts: int | None = None, heat: float = 0.0) ->
     )
 
 
-@pytest.mark.parametrize(("drafts", "heat"), [(WIDTH, 0.0), (0, 0.0), (WIDTH, 0.8)])
+FILTERED = {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "min_p": 0.01}
+PENALISED = {"temperature": 0.8, "repetition_penalty": 1.2}
+
+
+@pytest.mark.parametrize(("drafts", "asked"), [(WIDTH, {}), (0, {}), (WIDTH, FILTERED), (WIDTH, PENALISED)])
 def test_captured_steps_with_a_draft_say_what_steps_without_one_say(
-    drafts: int, heat: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    drafts: int, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All drafts are verified or none; steps are captured whole, or in parts for a row that is sampled. Replays spoil what other
-    graphs left.
+    """All drafts are verified or none; steps are captured whole, or in parts for a row that asks for more than filters. Replays
+    spoil what other graphs left.
     """
-    expected, _ = answers(None, heat=heat)
+    expected, _ = answers(None, **asked)
     draft = make_draft(tmp_path, expected)
     use_kernels(monkeypatch, 1000)
-    found, made = answers(draft, drafts, heat)
+    found, made = answers(draft, drafts, **asked)
     assert found == expected
-    ahead = made.graphs.ahead
-    assert bool(ahead.captured) == bool(ahead.drafts.captured) == bool(heat), "steps with a sampled row"
+    ahead, parts = made.graphs.ahead, asked is PENALISED
+    assert bool(ahead.captured) == bool(ahead.drafts.captured) == parts
     assert not made.graphs.decodes.sizes
     assert Repeats.replays > ahead.tries
-    widths = {bucket.width for bucket in (ahead.captured if heat else ahead.greedy.captured)}
+    widths = {bucket.width for bucket in (ahead.captured if parts else ahead.whole.captured)}
     assert 1 + WIDTH in widths if drafts else widths == {1}
+    assert any(bucket.draws for bucket in ahead.whole.captured) == (asked is FILTERED)
     if drafts:
         assert made.stats.accepted_tokens > 0.2 * made.stats.drafted_tokens > 0
 
@@ -136,7 +147,7 @@ def test_steps_that_there_is_no_memory_to_capture_run(monkeypatch: pytest.Monkey
     use_kernels(monkeypatch, 0)
     found, made = answers(draft, WIDTH)
     assert found == expected
-    assert not made.graphs.ahead.greedy.captured
+    assert not made.graphs.ahead.whole.captured
     assert made.graphs.ahead.tries > 0
 
 
@@ -257,9 +268,9 @@ def test_a_step_captured_whole_is_the_step(
         memory.packed.fill_(7)
         memory.tables.fill_(7)
         recorder: Any = None
-        steps = GreedySteps(model, caches[1], buffers[1], recorder, memory, states[1], [1, 5], [1, 5, 16])
-        filled = GreedyBuffers.of(memory, GreedyBucket(*bucket, 96), WIDTH, 5)
-        filled.fill(plan, inputs, np.array([[1.0] * 3, [0.0] * 3], np.float32))
+        steps = WholeSteps(model, caches[1], buffers[1], recorder, memory, states[1], [1, 5], [1, 5, 16])
+        filled = WholeBuffers.of(memory, WholeBucket(*bucket, 96), WIDTH, 5)
+        filled.fill(plan, inputs, np.array([[1.0] * 3, [0.0] * 3], np.float32), SamplingTable(5))
         ids, counts, verified, guessed, sure = (part[:3] for part in steps._work(filled))
     assert torch.equal(ids, kept.token_ids)
     assert counts.tolist() == kept.counts.tolist()

@@ -17,10 +17,10 @@ from deepinfer_offline.engine.native.ahead_rows import AheadState, DrawingRows
 from deepinfer_offline.engine.native.batch import StepInputs
 from deepinfer_offline.engine.native.capture import Recorder
 from deepinfer_offline.engine.native.draft_graphs import DraftGraphs
-from deepinfer_offline.engine.native.greedy_steps import GreedySteps
 from deepinfer_offline.engine.native.repeated import Repeated
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
+from deepinfer_offline.engine.native.whole_steps import WholeSteps
 from deepinfer_offline.models.base import CapturesBlocks, DraftsBlocks, Model
 
 _MOST = 64  # graphs
@@ -42,7 +42,7 @@ class AheadGraphs:
         sizes: tokens that steps are padded to.
         state: what steps leave of each slot.
         drafts: drafts behind these steps.
-        greedy: steps that are captured as a whole.
+        whole: steps that are captured as a whole.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class AheadGraphs:
         self._rows, self.sizes = rows, tuple(sizes)
         self.state = AheadState.of(rows[-1], model.draft_width, model.options.device)
         self.drafts = DraftGraphs(model, cache, tokens, recorder, memory, rows)
-        self.greedy = GreedySteps(model, cache, tokens, recorder, memory, self.state, rows, sizes)
+        self.whole = WholeSteps(model, cache, tokens, recorder, memory, self.state, rows, sizes)
         self._repeated = Repeated(recorder, lambda b: AheadBuffers.of(memory, b), self._forward, _MOST)
 
     @property
     def tries(self) -> int:
         """Captures so far, of any kind, those that found no memory among them."""
-        return self._repeated.tries + self.drafts.tries + self.greedy.tries
+        return self._repeated.tries + self.drafts.tries + self.whole.tries
 
     @property
     def captured(self) -> list[AheadBucket]:

@@ -28,14 +28,14 @@ from deepinfer_offline.engine.native.ahead_rows import AheadState, DrawingRows, 
 from deepinfer_offline.engine.native.results import DraftedRows, LogprobsDownload, PromptLogprobs, StepResult
 from deepinfer_offline.models.base import DraftedBlocks, DraftsBlocks, Model, TakesBounds
 from deepinfer_offline.ops.transfers import Download
-from deepinfer_offline.sampling.device_rows import DeviceRows, asks_of
+from deepinfer_offline.sampling.device_rows import DeviceRows
 
 if TYPE_CHECKING:
     from deepinfer_specdec.scheduling.calibration import TemperatureScaling
 
     from deepinfer_offline.engine.native.batch import StepInputs
-    from deepinfer_offline.engine.native.greedy_steps import GreedyLeft
     from deepinfer_offline.engine.native.runner import MaskSource, ModelRunner
+    from deepinfer_offline.engine.native.whole_steps import WholeLeft
     from deepinfer_offline.ops.transfers import StepClock
     from deepinfer_offline.sampling.batch import Logprobs, SamplingTable
     from deepinfer_offline.sampling.device_draws import RowDraws
@@ -109,14 +109,9 @@ class AheadSteps:
             )
         return self._enqueue(plan, inputs, masks, scaling, clock, tries)
 
-    def _replay(self, plan: StepPlan, inputs: StepInputs, scaling: np.ndarray) -> GreedyLeft | None:
-        """Enqueue a step as one graph, if all its rows ask for is their likeliest tokens."""
-        if self._captured is None or plan.prefills.any():
-            return None
-        asks = asks_of(self._table, plan.slots, plan.starts + 1 - plan.slack)
-        if any(rows.any() for rows in asks.values()):
-            return None
-        return self._captured.greedy.run(plan, inputs, scaling)
+    def _replay(self, plan: StepPlan, inputs: StepInputs, scaling: np.ndarray) -> WholeLeft | None:
+        """Enqueue a step as one graph, where one serves it."""
+        return None if self._captured is None else self._captured.whole.run(plan, inputs, scaling, self._table)
 
     def _enqueue(
         self,

@@ -11,6 +11,7 @@ from deepinfer_offline.models.base import CacheGroup
 FIELDS = ("query_starts", "seq_lens", "slots", "floors", "write_floors", "logit_rows", "targets")
 """What a step with prompts or drafts brings of each row; a decode step brings less."""
 _OTHERS = 64  # elements beside rows and tables: a budget, and what calibrates the confidences of a block
+_DRAWING = 160  # elements of a row that draws: what it asks for, and random numbers of the positions at which it may
 _ALIGN = 4  # int32 elements; what kernels assume of an address is 16 bytes
 
 
@@ -82,5 +83,5 @@ class StepMemory:
 def _sizes(groups: Sequence[CacheGroup], rows: int, limit: int) -> tuple[int, list[int]]:
     """Elements of what is brought, and of each table."""
     columns = [table_columns(group, limit) for group in groups]
-    fields = (len(FIELDS) + 1) * aligned(rows + 1) + _OTHERS + aligned(len(groups))
+    fields = (len(FIELDS) + 1) * aligned(rows + 1) + _OTHERS + _DRAWING * rows + aligned(len(groups))
     return fields + rows * sum(columns), [aligned(rows * count) for count in columns]

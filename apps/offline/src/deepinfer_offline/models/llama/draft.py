@@ -178,8 +178,8 @@ def draft_block_bytes(config: DSparkConfig, options: ModelOptions) -> int:
 
 
 def draft_context_bytes(config: DSparkConfig, options: ModelOptions) -> tuple[int, int]:
-    """Bytes of a token that are kept for writing its context while the target's layers run; and that writing it takes, those among
-    them, rounded up.
+    """Bytes of a token that are kept for its context while the target's layers run; and those that writing it takes, the same
+    among them, rounded up.
     """
     size, features = options.dtype.itemsize, len(config.taps) * config.hidden_size
     layer = 2 * config.num_kv_heads * config.head_dim
