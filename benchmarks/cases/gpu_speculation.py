@@ -110,6 +110,7 @@ def run(argv: list[str]) -> int:
         "--running", type=int, nargs="*", default=[1, 8, 64, 256], help="the first is run without graphs too"
     )
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--captured", action="store_true", help="leave out what runs without graphs")
     parser.add_argument("--kernels", action="store_true", help="print the longest kernels of steps with drafts too")
     asked = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -128,6 +129,8 @@ def run(argv: list[str]) -> int:
             ("plain, draft loaded, not captured", draft, False, False, [None]),
         ]
         for name, folder, speculates, captured, lengths in cells:
+            if asked.captured and not captured:
+                continue
             engine = build_engine(folder, speculates=speculates, captured=captured)
             for running in asked.running if captured else asked.running[:1]:
                 for length in lengths:

@@ -294,8 +294,10 @@ def test_llama_with_a_draft_says_what_its_captured_steps_need(running: int, step
     logits = running * (2 * 4096 + 4 * 128256)
     assert max(mlp, logits + context) <= facts.graph_bytes <= 2 * max(mlp, logits + context)
     plain = LlamaModel.describe(LLAMA, replace(options, draft=None))
-    blocks = running * 5 * 4 * 128256
-    assert facts.workspace_bytes - plain.workspace_bytes >= blocks + context, "logits of all drafts"
+    verified = running * 5 * 4 * 128256
+    assert facts.workspace_bytes - plain.workspace_bytes >= verified + context, (
+        "logits of all drafts that a step verifies"
+    )
 
 
 V41: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "v41-slice" / "config.json").read_text())

@@ -273,19 +273,6 @@ class DraftsBlocks(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DraftStates:
-    """What the parallel stage of R blocks of K tokens leaves for the sequential one.
-
-    Attributes:
-        hidden: [R, K, hidden].
-        logits: float32 [R, K, vocab].
-    """
-
-    hidden: torch.Tensor
-    logits: torch.Tensor
-
-
 @runtime_checkable
 class CapturesBlocks(Protocol):
     """A model with a block draft (`DraftsBlocks`) whose two stages can be captured as CUDA graphs: `draft_blocks` is one after
@@ -296,11 +283,13 @@ class CapturesBlocks(Protocol):
 
     def draft_states(
         self, anchors: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, cache: Any, longest: int
-    ) -> DraftStates:
-        """The parallel stage; arguments as of `DraftsBlocks.draft_blocks`, but `tables` may have more columns."""
+    ) -> torch.Tensor:
+        """The parallel stage: hidden states [R, K, hidden]. Arguments as of `DraftsBlocks.draft_blocks`, but `tables` may have
+        more columns.
+        """
         ...
 
-    def finish_blocks(self, states: DraftStates, anchors: torch.Tensor, choose: DraftChooser) -> DraftedBlocks:
+    def finish_blocks(self, hidden: torch.Tensor, anchors: torch.Tensor, choose: DraftChooser) -> DraftedBlocks:
         """The sequential stage of the same rows. Nothing but `choose` writes anything."""
         ...
 

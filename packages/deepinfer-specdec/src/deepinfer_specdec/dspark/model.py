@@ -84,11 +84,13 @@ class DSparkModel(nn.Module):
         """Logits U [..., V] of the parallel stage, in the dtype of the target's head."""
         return nn.functional.linear(hidden.to(target.head.dtype), target.head)
 
-    def sequential(self, base: Tensor, hidden: Tensor, anchors: Tensor, choose: Chooser) -> tuple[Tensor, Tensor]:
+    def sequential(
+        self, base: Iterable[Tensor], hidden: Tensor, anchors: Tensor, choose: Chooser
+    ) -> tuple[Tensor, Tensor]:
         """The sequential stage: token after token, each from the parallel logits and the Markov bias of the one before.
 
         Args:
-            base: [R, K, V], logits of the parallel stage.
+            base: logits of the parallel stage, [R, V] for each of K columns; each is asked for when its turn comes.
             hidden: [R, K, hidden], from `block`.
             anchors: int64 [R].
             choose: takes a column's logits, float32 [R, V], and the column; returns its tokens, int64 [R].
@@ -99,8 +101,7 @@ class DSparkModel(nn.Module):
         markov, previous = self.markov_head, anchors
         state = None if markov is None else markov.start(len(anchors), hidden)
         said = [anchors]
-        for k in range(self.config.block_size):
-            logits = base[:, k]
+        for k, logits in enumerate(base):
             if markov is not None:
                 bias, state = markov(previous, hidden[:, k], state)
                 logits = logits + bias

@@ -16,7 +16,7 @@ from deepinfer_offline.engine.native.capture import Recorder
 from deepinfer_offline.engine.native.repeated import Repeated
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import CapturesBlocks, DraftChooser, DraftedBlocks, DraftStates
+from deepinfer_offline.models.base import CapturesBlocks, DraftChooser, DraftedBlocks
 
 _LEAST = 256  # positions of the smallest bucket
 _MOST = 64  # graphs
@@ -117,11 +117,11 @@ class DraftGraphs:
         bucket = DraftBucket(self._rows[bisect_left(self._rows, count)], context_bucket(longest, self._limit))
         buffers = self._repeated.buffers(bucket)
         buffers.fill(base, lengths, self._tokens.scratch)
-        hidden, logits, anchors = (part[:count] for part in self._repeated.run(bucket))
-        return self._model.finish_blocks(DraftStates(hidden, logits), anchors, choose)
+        hidden, anchors = (part[:count] for part in self._repeated.run(bucket))
+        return self._model.finish_blocks(hidden, anchors, choose)
 
     def _work(self, buffers: DraftBuffers) -> tuple[torch.Tensor, ...]:
         """What is captured."""
         anchors, table = self._tokens.gather((buffers.places - 1).clamp_min(0)), buffers.table.long()
-        states = self._model.draft_states(anchors, buffers.positions, table, self._cache, buffers.bucket.longest)
-        return states.hidden, states.logits, anchors
+        longest = buffers.bucket.longest
+        return self._model.draft_states(anchors, buffers.positions, table, self._cache, longest), anchors

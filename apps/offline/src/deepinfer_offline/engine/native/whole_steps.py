@@ -155,22 +155,17 @@ class WholeSteps:
     def _draft(
         self, buffers: WholeBuffers, params: CapturedRows | None, slots: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block that follows in every row, [R, K] ids and confidences: of as many rows at once as there is memory for."""
-        table, longest = buffers.tables[self._model.draft_group], buffers.bucket.longest
-        places, rows, parts = self._places(slots, lengths), torch.arange(len(slots), device=slots.device), []
-        for start in range(0, len(slots), size := max(1, self._running // self._width)):
-            part = slice(start, start + size)
-            anchors = self._tokens.gather(places[part] - 1)
-            states = self._model.draft_states(anchors, lengths[part] - 1, table[part].long(), self._cache, longest)
-            choose = self._chooser(places[part], params, rows[part], lengths[part])
-            parts.append(self._model.finish_blocks(states, anchors, choose))
-        return torch.cat([part.token_ids for part in parts]), torch.cat([part.confidence for part in parts])
+        """The block that follows in every row, [R, K] ids and confidences."""
+        table, longest = buffers.tables[self._model.draft_group].long(), buffers.bucket.longest
+        places = self._places(slots, lengths)
+        anchors = self._tokens.gather(places - 1)
+        hidden = self._model.draft_states(anchors, lengths - 1, table, self._cache, longest)
+        block = self._model.finish_blocks(hidden, anchors, self._chooser(places, params, lengths))
+        return block.token_ids, block.confidence
 
-    def _chooser(
-        self, places: torch.Tensor, params: CapturedRows | None, rows: torch.Tensor, lengths: torch.Tensor
-    ) -> DraftChooser:
+    def _chooser(self, places: torch.Tensor, params: CapturedRows | None, lengths: torch.Tensor) -> DraftChooser:
         """Draws tokens, and puts them where the next step verifies them."""
-        tokens = self._tokens
+        tokens, rows = self._tokens, torch.arange(len(places), device=places.device)
 
         def choose(logits: torch.Tensor, column: int) -> torch.Tensor:
             where = (places + column).clamp_max(tokens.scratch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from deepinfer_specdec.dspark import DSparkConfig, DSparkModel, load_draft
 from deepinfer_specdec.errors import CheckpointError
 
 from deepinfer_offline.engine.base import EngineStartError
-from deepinfer_offline.models.base import DraftChooser, DraftedBlocks, DraftStates, ForwardBatch, ModelOptions
+from deepinfer_offline.models.base import DraftChooser, DraftedBlocks, ForwardBatch, ModelOptions
 from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.ops.attention.base import GROUP
 from deepinfer_offline.ops.cpu.memory import cache_zeros
@@ -94,9 +95,11 @@ class LlamaDraft:
         parts = [slice(start, start + size) for start in range(0, len(anchors), size)]
         return torch.cat([self._block(anchors[p], positions[p], tables[p], pools, embedding, longest) for p in parts])
 
-    def sequential(self, states: DraftStates, anchors: torch.Tensor, choose: DraftChooser) -> DraftedBlocks:
-        """See `CapturesBlocks.finish_blocks`."""
-        return DraftedBlocks(*self._model.sequential(states.logits, states.hidden, anchors, choose))
+    def sequential(
+        self, base: Iterable[torch.Tensor], hidden: torch.Tensor, anchors: torch.Tensor, choose: DraftChooser
+    ) -> DraftedBlocks:
+        """See `CapturesBlocks.finish_blocks`; `base`: the target's logits of the states, [R, vocab] for each column."""
+        return DraftedBlocks(*self._model.sequential(base, hidden, anchors, choose))
 
     def _block(
         self,

@@ -13,7 +13,6 @@ from deepinfer_offline.models.base import (
     CacheGroup,
     DraftChooser,
     DraftedBlocks,
-    DraftStates,
     ForwardBatch,
     ModelFacts,
     ModelOptions,
@@ -148,16 +147,19 @@ class LlamaModel:
 
     def draft_states(
         self, anchors: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, cache: LlamaCache, longest: int
-    ) -> DraftStates:
+    ) -> torch.Tensor:
         """See `deepinfer_offline.models.base.CapturesBlocks`."""
         assert self.draft is not None, "no draft was loaded"
-        hidden = self.draft.parallel(anchors, positions, tables, cache.draft, self.embedding, longest)
-        return DraftStates(hidden, self.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]))
+        return self.draft.parallel(anchors, positions, tables, cache.draft, self.embedding, longest)
 
-    def finish_blocks(self, states: DraftStates, anchors: torch.Tensor, choose: DraftChooser) -> DraftedBlocks:
+    def finish_blocks(self, hidden: torch.Tensor, anchors: torch.Tensor, choose: DraftChooser) -> DraftedBlocks:
         """See `deepinfer_offline.models.base.CapturesBlocks`."""
         assert self.draft is not None, "no draft was loaded"
-        return self.draft.sequential(states, anchors, choose)
+        if hidden[..., 0].numel() <= self.options.max_running:
+            columns = self.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]).unbind(1)
+        else:  # logits of no more tokens at once than may run
+            columns = (self.logits(column) for column in hidden.transpose(0, 1).contiguous())
+        return self.draft.sequential(columns, hidden, anchors, choose)
 
     def _tap(self, features: list[torch.Tensor], layer: int, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Keep the output of a tapped layer: a copy, since the next layer may overwrite it."""
