@@ -27,6 +27,7 @@ from deepinfer_offline.engine.native.ahead_buffers import AheadBucket, AheadBuff
 from deepinfer_offline.engine.native.ahead_rows import AheadState, DrawingRows, ahead_batch, lay_out
 from deepinfer_offline.engine.native.batch import plan_inputs
 from deepinfer_offline.engine.native.build import build_native
+from deepinfer_offline.engine.native.repeated import Repeated
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.native.whole_buffers import WholeBucket, WholeBuffers
@@ -287,3 +288,23 @@ def test_a_step_captured_whole_is_the_step(
     for one, other in zip((*caches[0].layers, *caches[0].draft), (*caches[1].layers, *caches[1].draft), strict=True):
         assert (one[1:] - other[1:]).abs().max() < NEAR, "a block of somebody was written"
         assert other[0].isfinite().all()
+
+
+def test_work_is_run_then_captured_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Repeats, "replays", 0)
+    log: list[str] = []
+
+    def work(name: str) -> torch.Tensor:
+        log.append(name)
+        return torch.ones(2)
+
+    recorder: Any = Repeats("cpu", 0, 0)
+    repeated = Repeated(recorder, lambda bucket: f"buffers of {bucket}", work, 1)
+    seen = []
+    for bucket in (7, 7, 7, 8, 8, 7):
+        assert repeated.buffers(bucket) == f"buffers of {bucket}"
+        before = repeated.firsts
+        assert repeated.run(bucket).tolist() == [1, 1]
+        seen.append(repeated.firsts > before)
+    assert seen == [True, True, False, True, False, False], "prices of steps that are alike"
+    assert (repeated.captured, repeated.tries, Repeats.replays) == ([7], 1, 3), "one graph is the most"

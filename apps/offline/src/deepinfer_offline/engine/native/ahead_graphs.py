@@ -71,6 +71,11 @@ class AheadGraphs:
         return self._repeated.tries + self.drafts.tries + self.whole.tries
 
     @property
+    def firsts(self) -> int:
+        """See `Repeated.firsts`; of any kind."""
+        return self._repeated.firsts + self.drafts.firsts + self.whole.firsts
+
+    @property
     def captured(self) -> list[AheadBucket]:
         """What is captured."""
         return sorted(self._repeated.captured)

@@ -96,7 +96,7 @@ class AheadSteps:
         moves: Sequence[Future[Any]],
         scaling: np.ndarray,
     ) -> EnqueuedAhead:
-        clock, tries = self._runner.start_clock(), self._tries
+        clock, firsts = self._runner.start_clock(), self._firsts
         for done in moves:
             done.result()
         left = self._replay(plan, inputs, scaling) if masks is None else None
@@ -105,9 +105,9 @@ class AheadSteps:
             rows, asked = np.arange(plan.num_rows), np.zeros(plan.num_rows, bool)
             clock.stop()
             return EnqueuedAhead(
-                plan, rows, emitted, drafts, LogprobsDownload(None), asked, (), clock, self._tries > tries
+                plan, rows, emitted, drafts, LogprobsDownload(None), asked, (), clock, self._firsts > firsts
             )
-        return self._enqueue(plan, inputs, masks, scaling, clock, tries)
+        return self._enqueue(plan, inputs, masks, scaling, clock, firsts)
 
     def _replay(self, plan: StepPlan, inputs: StepInputs, scaling: np.ndarray) -> WholeLeft | None:
         """Enqueue a step as one graph, where one serves it."""
@@ -120,7 +120,7 @@ class AheadSteps:
         masks: MaskSource | None,
         scaling: np.ndarray,
         clock: StepClock,
-        tries: int,
+        firsts: int,
     ) -> EnqueuedAhead:
         """Enqueue a step kernel by kernel, but for what is captured of it."""
         runner = self._runner
@@ -149,8 +149,8 @@ class AheadSteps:
         emitted, drafts, sent = Download(copies, clock), Download(blocks, clock), LogprobsDownload(logprobs)
         asked = self._table.logprobs[rows.slots] >= 0
         clock.stop()
-        captured = self._tries > tries
-        return EnqueuedAhead(plan, rows.plan_rows, emitted, drafts, sent, asked, prompts, clock, captured)
+        first = self._firsts > firsts
+        return EnqueuedAhead(plan, rows.plan_rows, emitted, drafts, sent, asked, prompts, clock, first)
 
     def _forward(
         self, plan: StepPlan, inputs: StepInputs, rows: DrawingRows
@@ -165,9 +165,9 @@ class AheadSteps:
         return runner.model.forward(batch, runner.cache), batch.block_tables[self._drafts.draft_group]
 
     @property
-    def _tries(self) -> int:
-        """Captures so far."""
-        return 0 if self._captured is None else self._captured.tries
+    def _firsts(self) -> int:
+        """Steps so far that took longer than others like them will."""
+        return 0 if self._captured is None else self._captured.firsts
 
     def _draft(
         self,
@@ -215,7 +215,7 @@ class EnqueuedAhead:
         asked: bool [D], which rows did.
         prompts: log-probabilities of prompt tokens.
         clock: of the step.
-        captured: graphs were captured for it.
+        first: see `StepResult.first`.
     """
 
     plan: StepPlan
@@ -226,7 +226,7 @@ class EnqueuedAhead:
     asked: np.ndarray
     prompts: tuple[PromptLogprobs, ...]
     clock: StepClock
-    captured: bool
+    first: bool
 
     def result(self) -> StepResult:
         """Wait for the device."""
@@ -248,7 +248,7 @@ class EnqueuedAhead:
             seconds=self.clock.seconds(),
             verified=verified,
             drafted=DraftedRows(self.plan_rows, *blocks) if blocks else None,
-            captured=self.captured,
+            first=self.first,
         )
 
     def _logprobs(self, draws: np.ndarray) -> Logprobs | None:

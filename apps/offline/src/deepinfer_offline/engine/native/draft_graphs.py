@@ -100,6 +100,11 @@ class DraftGraphs:
         return self._repeated.tries
 
     @property
+    def firsts(self) -> int:
+        """See `Repeated.firsts`."""
+        return self._repeated.firsts
+
+    @property
     def captured(self) -> list[DraftBucket]:
         """What is captured."""
         return sorted(self._repeated.captured)

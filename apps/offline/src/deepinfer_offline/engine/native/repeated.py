@@ -50,12 +50,14 @@ class Repeated(Generic[K, B, T]):
 
     Attributes:
         tries: captures so far, those that found no memory among them.
+        firsts: runs so far that took longer than others of their bucket will: the first one, which may build kernels, and the one
+            that is captured.
     """
 
     def __init__(self, recorder: Recorder, make: Callable[[K], B], work: Callable[[B], T], most: int) -> None:
         self._recorder, self._make, self._work, self._most = recorder, make, work, most
         self._prepared: dict[K, _Prepared[B]] = {}
-        self.tries = 0
+        self.tries = self.firsts = 0
 
     @property
     def captured(self) -> list[K]:
@@ -74,7 +76,9 @@ class Repeated(Generic[K, B, T]):
         What it returns is overwritten by the next captured step, in the order of the stream: all work in the same memory.
         """
         found = self._prepared[bucket]
-        if found.ran and not found.tried and self.tries < self._most:
+        captures = found.ran and not found.tried and self.tries < self._most
+        self.firsts += captures or not found.ran
+        if captures:
             self._capture(bucket, found)
         found.ran = True
         if found.graph is None:

@@ -86,6 +86,11 @@ class WholeSteps:
         return self._repeated.tries
 
     @property
+    def firsts(self) -> int:
+        """See `Repeated.firsts`."""
+        return self._repeated.firsts
+
+    @property
     def captured(self) -> list[WholeBucket]:
         """What is captured."""
         return sorted(self._repeated.captured)
