@@ -37,9 +37,8 @@ class DraftBuffers:
     Attributes:
         bucket: what fits.
         table: int32 [rows, columns], where the step before found it.
-        places: int64 [rows], where each block begins in the flat token buffer, behind its anchor; of rows that pad, its scratch
-            place.
-        positions: int64 [rows], of the anchors; of rows that pad, any.
+        places: int64 [rows], where each block begins in the flat token buffer, behind its anchor.
+        positions: int64 [rows], of the anchors. Of rows that pad both are what other steps left: nothing is written there.
     """
 
     bucket: DraftBucket
@@ -53,9 +52,8 @@ class DraftBuffers:
         places, positions = table.new_zeros(2, bucket.rows, dtype=torch.int64)
         return cls(bucket, table, places, positions)
 
-    def fill(self, base: torch.Tensor, lengths: torch.Tensor, scratch: int) -> None:
+    def fill(self, base: torch.Tensor, lengths: torch.Tensor) -> None:
         """Rows whose slots begin at `base` in the token buffer and have `lengths` tokens, int64 [R] both."""
-        self.places.fill_(scratch)
         torch.add(base, lengths, out=self.places[: len(base)])
         torch.sub(lengths, 1, out=self.positions[: len(base)])
 
@@ -121,7 +119,7 @@ class DraftGraphs:
         count = len(base)
         bucket = DraftBucket(self._rows[bisect_left(self._rows, count)], context_bucket(longest, self._limit))
         buffers = self._repeated.buffers(bucket)
-        buffers.fill(base, lengths, self._tokens.scratch)
+        buffers.fill(base, lengths)
         hidden, anchors = (part[:count] for part in self._repeated.run(bucket))
         return self._model.finish_blocks(hidden, anchors, choose)
 
