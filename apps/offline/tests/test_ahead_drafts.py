@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from deepinfer_offline.engine.native.ahead_drafts import AheadDrafts
-from deepinfer_offline.engine.native.ahead_step import AheadSteps
+from deepinfer_offline.engine.native.ahead_step import AheadSteps, EnqueuedAhead
 from toy_drafts import WIDTH, make_drafting_engine
+from toy_engine import ask, run
 
 
 def ahead_of() -> AheadDrafts:
@@ -34,3 +36,16 @@ def test_steps_ahead_are_not_captured_so_every_draft_has_its_price() -> None:
     ahead = ahead_of()
     ahead.costs.observe(2, 0, 0.018)
     assert ahead.seconds(2) == pytest.approx(0.018 + 0.001 * np.arange(2 * WIDTH + 1))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_step_that_graphs_were_captured_for_is_no_price(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: list[Any] = []
+    result = EnqueuedAhead.result
+    monkeypatch.setattr(EnqueuedAhead, "result", lambda self: replace(result(self), first=first))
+    monkeypatch.setattr(AheadDrafts, "learn", lambda self, *seen: learned.append(seen))
+    engine = make_drafting_engine(running=2)
+    speculation: Any = engine._parts.speculation
+    speculation.force(2)
+    run(engine, [ask("word", max_tokens=20)])
+    assert bool(learned) != first

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -162,10 +163,10 @@ def test_without_the_loop_that_runs_ahead_drafts_pass_through_the_host() -> None
 
 
 def rows_start_at_their_bound(lay_out: Any) -> Any:
-    def planted(plan: Any, inputs: Any, lengths: Any, *rest: Any) -> Any:
-        bounds = lengths.clone()
+    def planted(plan: Any, state: Any, *rest: Any) -> Any:
+        bounds = state.lengths.clone()
         bounds[torch.from_numpy(plan.slots.astype(np.int64))] = torch.from_numpy(plan.starts.astype(np.int64) + 1)
-        return lay_out(plan, inputs, bounds, *rest)
+        return lay_out(plan, replace(state, lengths=bounds), *rest)
 
     return planted
 

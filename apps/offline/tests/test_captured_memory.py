@@ -22,6 +22,7 @@ from deepinfer_offline.models.base import CacheGroup, ModelOptions
 from deepinfer_offline.models.deepsig_v41.model import DeepSigV41Model
 from deepinfer_offline.models.llama.model import LlamaModel
 from deepinfer_offline.ops.cuda import support
+from deepinfer_specdec.dspark import DSparkConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -275,6 +276,28 @@ def test_llama_says_what_its_captured_steps_need(running: int, step_tokens: int)
     assert max(mlp, logits) <= found <= 2 * max(mlp, logits)
     for other in (replace(options, device="cpu"), replace(options, block_size=48)):
         assert LlamaModel.describe(LLAMA, other).graph_bytes == 0, "no attention that a graph can repeat"
+
+
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize(("running", "step_tokens"), [(1000, 16384), (1000, 1000), (1, 8)])
+def test_llama_with_a_draft_says_what_its_captured_steps_need(running: int, step_tokens: int, tmp_path: Path) -> None:
+    """Also tapped features, apart and together; and beside logits a slab of the draft's context, gathered and put together."""
+    draft = DSparkConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=2, num_heads=32, num_kv_heads=8,
+        head_dim=128, taps=(1, 15, 29), num_target_layers=32, block_size=5, mask_token_id=0,
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(draft.to_dict()))
+    options = ModelOptions("cuda:0", torch.bfloat16, 8192, running, step_tokens, 32, tmp_path)
+    facts = LlamaModel.describe(LLAMA, options)
+    mlp = step_tokens * 2 * (2 * 4096 + 3 * 14336 + 2 * 3 * 4096)
+    context = 2 * 2 * min(1 << 25, running * 8192 * 2 * 8 * 128)
+    logits = running * (2 * 4096 + 4 * 128256)
+    assert max(mlp, logits + context) <= facts.graph_bytes <= 2 * max(mlp, logits + context)
+    plain = LlamaModel.describe(LLAMA, replace(options, draft=None))
+    verified = running * 5 * 4 * 128256
+    assert facts.workspace_bytes - plain.workspace_bytes >= verified + context, (
+        "logits of all drafts that a step verifies"
+    )
 
 
 V41: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "v41-slice" / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Runs `test_cuda_ops.py` and `test_cuda_prompts.py` in one process where Triton interprets their kernels on the CPU."""
+"""Runs the tests of CUDA ops and captured steps in one process where Triton interprets their kernels on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("deepinfer_kernels_cuda")
 
-FILES = ("test_cuda_ops", "test_cuda_prompts")
+FILES = ("test_cuda_ops", "test_cuda_prompts", "test_cuda_ahead")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreting")

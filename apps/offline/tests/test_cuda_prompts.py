@@ -7,10 +7,7 @@ another order, so float32 results agree to some 1e-6 of their size; a wrong inde
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 pytest.importorskip("deepinfer_kernels_cuda")
 
-import deepinfer_kernels_cuda as kernels
 from deepinfer_offline.engine.base import Request
-from deepinfer_offline.engine.native import graphs, runner
 from deepinfer_offline.engine.native.batch import StepInputs, device_batch, plan_inputs
 from deepinfer_offline.engine.native.build import build_native
 from deepinfer_offline.engine.native.prompt_buffers import PromptBucket, PromptBuffers
@@ -33,17 +28,13 @@ from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.engine.options import EngineOptions
 from deepinfer_offline.models.base import CacheGroup
-from deepinfer_offline.models.llama.config import LlamaConfig
-from deepinfer_offline.models.llama.layer import LayerOps
-from deepinfer_offline.models.llama.weights import expected_shapes
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
 from deepinfer_offline.ops.attention.portable import TorchAttention
 from deepinfer_offline.ops.cuda.attention import CudaAttention
-from deepinfer_offline.ops.cuda.linear import CublasLinear
-from deepinfer_offline.ops.cuda.products import FusedProducts
 from deepinfer_offline.ops.rope import RopeConfig, rope_table
 from deepinfer_offline.sampling import SamplingParams
 from deepinfer_sched import StepPlan
+from interpreted import RandomLlama, Repeats, use_kernels
 
 NEAR = 1e-5  # of values of size 1
 GROUPS = (CacheGroup("long", "prefix", 4, 8), CacheGroup("ring", "state", 4, 8), CacheGroup("wide", "prefix", 16, 8))
@@ -139,79 +130,6 @@ def test_attention_over_a_padded_step_is_that_of_the_step(rows: list[tuple[int, 
     assert (cache - torch_cache.permute(2, 0, 3, 1, 4)).abs().max() < NEAR, "keys or values lie elsewhere"
 
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-    "hidden_act": "silu",
-}
-
-
-class RandomLlama:
-    """A checkpoint source whose tensors are drawn when they are read."""
-
-    name, path, model_type, config = "random-llama", Path("random-llama"), "llama", LLAMA
-    shapes = expected_shapes(LlamaConfig.parse(LLAMA))
-
-    def open(self) -> RandomLlama:
-        return self
-
-    def read(self, name: str) -> torch.Tensor:
-        shape = self.shapes[name]
-        draw = torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name))))
-        return draw * 0.2 + 1 if len(shape) == 1 else draw * (1.0 if "embed" in name else 2 * shape[-1] ** -0.5)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class Repeats:
-    """Stands for `Recorder`: what is recorded runs when it is replayed, and writes the memory that was returned. All graphs
-    work in the same memory, so a replay spoils what others have left.
-    """
-
-    replays = tries = 0
-    most = 1000  # graphs that there is memory for
-    full = False
-
-    def __init__(self, _device: str, room: int, beside: int) -> None:
-        self.limit = room + beside
-        self.before: Callable[[], list[torch.Tensor]] = list
-        self.left: list[torch.Tensor] = []
-
-    def record(self, work: Callable[[], Any], *, warm_ups: int) -> tuple[Any, Any] | None:
-        type(self).tries += 1
-        if self.most == 0:
-            return None
-        self.most -= 1
-        for _ in range(warm_ups):
-            work()
-        kept = [tensor.clone() for tensor in self.before()]
-        found = work()
-        for tensor, value in zip(self.before(), kept, strict=True):
-            tensor.copy_(value)  # recording runs nothing
-        self.left += [found] if isinstance(found, torch.Tensor) else found
-
-        def replay() -> None:
-            type(self).replays += 1
-            for tensor in self.left:
-                tensor.fill_(-3)
-            again = work()
-            for target, value in zip(*([x] if isinstance(x, torch.Tensor) else x for x in (found, again)), strict=True):
-                target.copy_(value)
-
-        return SimpleNamespace(replay=replay), found
-
-
 def answers(step_tokens: int, requests: int = 8) -> tuple[list[list[int]], Any]:
     options = EngineOptions(
         engine="native", device="cpu", dtype="float32", max_running=4, max_tokens_per_step=step_tokens, kv_memory=1 << 20,
@@ -232,26 +150,6 @@ def answers(step_tokens: int, requests: int = 8) -> tuple[list[list[int]], Any]:
     return [found[str(number)] for number in range(len(lengths))], engine._parts.runner._graphs
 
 
-def use_kernels(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """From now on engines take the CUDA ops and capture steps, as long as there is memory."""
-
-    def select(shape: AttentionShape, _widths: Any) -> LayerOps:
-        products = FusedProducts(kernels.llama_norm, kernels.silu_mul)
-        return LayerOps(CublasLinear, kernels.llama_norm, products, CudaAttention(shape))
-
-    def make(model: Any, cache: Any, tokens: TokenBuffer) -> Any:
-        found: Any = graphs.StepGraphs(model, cache, tokens)
-        for part in (found.decodes, found.prompts):
-            part._recorder.before = lambda: [tokens.flat, *cache.layers]
-        return found
-
-    monkeypatch.setattr(LayerOps, "select", select)
-    monkeypatch.setattr(graphs, "Recorder", Repeats)
-    monkeypatch.setattr(runner, "make_graphs", make)
-    for name, value in (("most", most), ("replays", 0), ("tries", 0)):
-        monkeypatch.setattr(Repeats, name, value)
-
-
 def test_a_job_over_captured_steps_says_what_the_portable_ops_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled answers, prompts in one piece and in several; steps of prompts are run, captured and replayed."""
     expected, none = answers(64)
@@ -268,5 +166,7 @@ def test_a_job_over_captured_steps_says_what_the_portable_ops_say(monkeypatch: p
     assert found == expected[:3], "once memory is full"
     assert len(made.prompts.sizes) + len(made.decodes.sizes) == 1
     assert (
-        1 < Repeats.tries == len(made.decodes._captured) + sum(found.tried for found in made.prompts._prepared.values())
+        1
+        < Repeats.tries
+        == len(made.decodes._captured) + sum(found.tried for found in made.prompts._repeated._prepared.values())
     )

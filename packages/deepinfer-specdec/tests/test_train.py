@@ -207,7 +207,7 @@ def test_drafts_without_a_confidence_head_load_and_say_nothing(tmp_path: Path) -
     assert not [name for name in none.state_dict() if name.startswith("confidence_head")]
     hidden, anchors = torch.randn(3, 4, HIDDEN), torch.tensor([1, 2, 3])
     _, confidences = none.sequential(
-        torch.randn(3, 4, VOCAB), hidden, anchors, lambda logits, _column: logits.argmax(-1)
+        torch.randn(3, 4, VOCAB).unbind(1), hidden, anchors, lambda logits, _column: logits.argmax(-1)
     )
     assert confidences.dtype == torch.float32
     assert torch.equal(confidences, torch.zeros(3, 4))
@@ -230,7 +230,9 @@ def test_drafts_without_a_sequential_head_load_and_draft_by_the_parallel_stage(t
     assert draft.config == parallel
     assert not [name for name in draft.state_dict() if name.startswith("markov")]
     base, hidden = torch.randn(3, 4, VOCAB), torch.randn(3, 4, HIDDEN)
-    tokens, _ = draft.sequential(base, hidden, torch.tensor([1, 2, 3]), lambda logits, _column: logits.argmax(-1))
+    tokens, _ = draft.sequential(
+        base.unbind(1), hidden, torch.tensor([1, 2, 3]), lambda logits, _column: logits.argmax(-1)
+    )
     assert torch.equal(tokens, base.argmax(-1))
     with pytest.raises(CheckpointError, match="markov_rank 0; allowed: false"):
         config(markov_rank=0)

@@ -274,6 +274,27 @@ class DraftsBlocks(Protocol):
 
 
 @runtime_checkable
+class CapturesBlocks(Protocol):
+    """A model with a block draft (`DraftsBlocks`) whose two stages can be captured as CUDA graphs: `draft_blocks` is one after
+    the other.
+    """
+
+    draft_group: str
+
+    def draft_states(
+        self, anchors: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, cache: Any, longest: int
+    ) -> torch.Tensor:
+        """The parallel stage: hidden states [R, K, hidden]. Arguments as of `DraftsBlocks.draft_blocks`, but `tables` may have
+        more columns.
+        """
+        ...
+
+    def finish_blocks(self, hidden: torch.Tensor, anchors: torch.Tensor, choose: DraftChooser) -> DraftedBlocks:
+        """The sequential stage of the same rows. Nothing but `choose` writes anything."""
+        ...
+
+
+@runtime_checkable
 class TakesBounds(Protocol):
     """A model whose `forward` takes the lengths of rows from the device alone.
 

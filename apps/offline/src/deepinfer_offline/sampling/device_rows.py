@@ -49,7 +49,7 @@ class DeviceRows:
         exact: bool = False,
     ) -> None:
         self.exact, self._most, self.tokens = exact, draws, tokens
-        self.asks = asks = _asks(table, slots, lowest)
+        self.asks = asks = asks_of(table, slots, lowest)
         random, held, biased = asks["random"], asks["held"], asks["biased"]
         self.likeliest = int(table.logprobs[slots].max(initial=0))
         self.width = int(lowest[asks["penalised"]].max(initial=0)) + span  # positions that penalties may look at
@@ -89,7 +89,8 @@ class DeviceRows:
         return int(asked.sum()) + min(int((self._most[asked] - 1).sum()), spare)
 
 
-def _asks(table: SamplingTable, slots: np.ndarray, lowest: np.ndarray) -> dict[str, np.ndarray]:
+def asks_of(table: SamplingTable, slots: np.ndarray, lowest: np.ndarray) -> dict[str, np.ndarray]:
+    """Which rows ask for what, see `DeviceRows.asks`; none where all take their likeliest tokens. Arguments as there."""
     random = table.temperature[slots] > 0
     stops = np.array([len(table.stop_ids[slot]) > 0 for slot in slots.tolist()], bool)
     return {

@@ -18,18 +18,29 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype == self.weight.dtype:  # one kernel that does the same
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * self.weight).to(x.dtype)
 
 
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding (half-split) of x [B, H, T, D] at positions [B, T]."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of positions [B, T], float32 [B, 1, T, D / 2]."""
+
+
+def rotation(positions: Tensor, head_dim: int, theta: float) -> Rotation:
+    """What `rotate` takes for positions [B, T]: the same for all heads of all layers."""
+    half = head_dim // 2
+    frequencies = theta ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     angles = positions[:, None, :, None].float() * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    a, b = x[..., :half].float(), x[..., half:].float()
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Rotary embedding (half-split) of x [B, H, T, D]."""
+    cos, sin = by
+    a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
@@ -47,18 +58,20 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(d, config.rms_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(d, config.rms_eps) if config.qk_norm else nn.Identity()
 
-    def keys_values(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, kv heads, T, D] each, of hidden [B, T, hidden] at positions [B, T]."""
+    def keys_values(self, hidden: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
+        """[B, kv heads, T, D] each, of hidden [B, T, hidden] at the positions of a rotation."""
         shape = (*hidden.shape[:2], self.config.num_kv_heads, self.config.head_dim)
         k = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
-        return rotate(k, positions, self.config.rope_theta), self.v_proj(hidden).view(shape).transpose(1, 2)
+        return rotate(k, by), self.v_proj(hidden).view(shape).transpose(1, 2)
 
-    def forward(self, hidden: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """hidden [B, T, hidden]; context keys and values [B, kv heads, C, D]; mask bool [B, T, C + T], True where visible."""
+    def forward(self, hidden: Tensor, by: Rotation, context: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        """hidden [B, T, hidden] at the positions of a rotation; context keys and values [B, kv heads, C, D]; mask bool
+        [B, T, C + T], True where visible.
+        """
         c = self.config
         q = self.q_norm(self.q_proj(hidden).view(*hidden.shape[:2], c.num_heads, c.head_dim)).transpose(1, 2)
-        q = rotate(q, positions, c.rope_theta)
-        own = self.keys_values(hidden, positions)
+        q = rotate(q, by)
+        own = self.keys_values(hidden, by)
         k, v = (torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))
         wanted = None if mask is None else mask[:, None]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=wanted, enable_gqa=c.num_heads != c.num_kv_heads)
@@ -88,10 +101,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
         self.mlp = MLP(config)
 
-    def context(self, injected: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def context(self, injected: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values of this layer for injected features [B, C, hidden]."""
-        return self.self_attn.keys_values(injected, positions)
+        return self.self_attn.keys_values(injected, by)
 
-    def forward(self, hidden: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), positions, context, mask)
+    def forward(self, hidden: Tensor, by: Rotation, context: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), by, context, mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

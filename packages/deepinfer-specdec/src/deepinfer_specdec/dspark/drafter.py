@@ -157,7 +157,7 @@ class DSparkDrafter:
             drawn_from.append(self._distribution(sequences, logits))
             return inverse_cdf(drawn_from[-1], uniform(seeds, places + 1 + k, randomness.DRAFT, places))
 
-        tokens, confidence = self.model.sequential(base, hidden, anchors, choose)
+        tokens, confidence = self.model.sequential(base.unbind(1), hidden, anchors, choose)
         return tokens, confidence, torch.stack(drawn_from, 1) if drawn_from else None
 
     def _pack(

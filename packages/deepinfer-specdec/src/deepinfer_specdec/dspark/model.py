@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from deepinfer_specdec.dspark.backbone import Layer, RMSNorm
+from deepinfer_specdec.dspark.backbone import Layer, RMSNorm, Rotation, rotation
 from deepinfer_specdec.dspark.config import DSparkConfig
 from deepinfer_specdec.dspark.heads import ConfidenceHead, MarkovHead
 
@@ -42,8 +42,8 @@ class DSparkModel(nn.Module):
 
     def context(self, features: Tensor, positions: Tensor) -> Context:
         """Keys and values of every layer for target features [B, C, m * hidden] at positions [B, C]."""
-        injected = self.hidden_norm(self.fc(features))
-        return [layer.context(injected, positions) for layer in self._stack()]
+        injected, by = self.hidden_norm(self.fc(features)), self._rotation(positions)
+        return [layer.context(injected, by) for layer in self._stack()]
 
     def block(
         self,
@@ -67,9 +67,13 @@ class DSparkModel(nn.Module):
         tokens[..., 1:] = self.config.mask_token_id
         places = (positions[..., None] + torch.arange(width, device=anchors.device)).flatten(1)
         hidden = nn.functional.embedding(tokens.flatten(1), embedding).to(self.fc.weight.dtype)
+        by = self._rotation(places)
         for layer, injected in zip(self._stack(), context, strict=True):
-            hidden = layer(hidden, places, injected, mask)
+            hidden = layer(hidden, by, injected, mask)
         return self.norm(hidden)
+
+    def _rotation(self, positions: Tensor) -> Rotation:
+        return rotation(positions, self.config.head_dim, self.config.rope_theta)
 
     def _stack(self) -> Iterator[Layer]:
         for layer in self.layers:
@@ -80,11 +84,13 @@ class DSparkModel(nn.Module):
         """Logits U [..., V] of the parallel stage, in the dtype of the target's head."""
         return nn.functional.linear(hidden.to(target.head.dtype), target.head)
 
-    def sequential(self, base: Tensor, hidden: Tensor, anchors: Tensor, choose: Chooser) -> tuple[Tensor, Tensor]:
+    def sequential(
+        self, base: Iterable[Tensor], hidden: Tensor, anchors: Tensor, choose: Chooser
+    ) -> tuple[Tensor, Tensor]:
         """The sequential stage: token after token, each from the parallel logits and the Markov bias of the one before.
 
         Args:
-            base: [R, K, V], logits of the parallel stage.
+            base: logits of the parallel stage, [R, V] for each of K columns; each is asked for when its turn comes.
             hidden: [R, K, hidden], from `block`.
             anchors: int64 [R].
             choose: takes a column's logits, float32 [R, V], and the column; returns its tokens, int64 [R].
@@ -94,16 +100,14 @@ class DSparkModel(nn.Module):
         """
         markov, previous = self.markov_head, anchors
         state = None if markov is None else markov.start(len(anchors), hidden)
-        tokens, confidence = [], []
-        for k in range(self.config.block_size):
-            confidence.append(self.confidence_logits(hidden[:, k], previous))
-            logits = base[:, k]
+        said = [anchors]
+        for k, logits in enumerate(base):
             if markov is not None:
                 bias, state = markov(previous, hidden[:, k], state)
                 logits = logits + bias
             previous = choose(logits.float(), k)
-            tokens.append(previous)
-        return torch.stack(tokens, 1), torch.stack(confidence, 1)
+            said.append(previous)
+        return torch.stack(said[1:], 1), self.confidence_logits(hidden, torch.stack(said[:-1], 1))
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """float32 [...]: raw confidence for h [..., hidden] and previous tokens int64 [...].

@@ -124,7 +124,7 @@ class _Walk:
             return self._rule.draw(target[:, k], self._rule.probabilities(logits), said[:, k], self._generator)
 
         base = model.base_logits(hidden, self._parts)
-        tokens, confidence = model.sequential(base, hidden, anchors[:, 0], choose)
+        tokens, confidence = model.sequential(base.unbind(1), hidden, anchors[:, 0], choose)
         kept = ((tokens == said) & inside).long().cumprod(1).sum(1)
         first = target[:, 0].clamp_min(_RARE).log()
         return confidence, kept, (target[:, 0] * first).sum(-1) - first.gather(1, said[:, :1])[:, 0]

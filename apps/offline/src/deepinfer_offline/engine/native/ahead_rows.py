@@ -15,6 +15,25 @@ from deepinfer_offline.ops.transfers import upload
 
 
 @dataclass(frozen=True, slots=True)
+class AheadState:
+    """What steps leave of each slot for those that follow, on the device; one slot more is nobody's.
+
+    Attributes:
+        lengths: int64 [max_running + 1], its tokens.
+        confidence: float32 [max_running + 1, K], raw, of its block.
+    """
+
+    lengths: torch.Tensor
+    confidence: torch.Tensor
+
+    @classmethod
+    def of(cls, max_running: int, width: int, device: str) -> AheadState:
+        """Of slots that nothing is known of, and blocks of `width` drafts."""
+        lengths = torch.zeros(max_running + 1, dtype=torch.int64, device=device)
+        return cls(lengths, torch.zeros(max_running + 1, width, device=device))
+
+
+@dataclass(frozen=True, slots=True)
 class DrawingRows:
     """The D rows of a step that draw: its decode rows, then the prompts that end in it. n draws, row after row.
 
@@ -59,7 +78,9 @@ class DrawingRows:
         return self.base[self.owner] + self.positions
 
 
-def share_drafts(confidence: torch.Tensor, scaling: torch.Tensor, most: torch.Tensor, budget: int) -> torch.Tensor:
+def share_drafts(
+    confidence: torch.Tensor, scaling: torch.Tensor, most: torch.Tensor, budget: int | torch.Tensor
+) -> torch.Tensor:
     """How many drafts each row verifies, int64 [R]: the `budget` likeliest to survive, as `deepinfer_specdec.admit` has it.
 
     Equal survivals go to the earlier column, then to the lower row: nothing here depends on a drafted token at its own place.
@@ -68,32 +89,28 @@ def share_drafts(confidence: torch.Tensor, scaling: torch.Tensor, most: torch.Te
         confidence: float32 [R, K], raw, of the rows' blocks.
         scaling: float32 [2, K], the calibration: temperatures and offsets by column.
         most: int64 [R], drafts that each row may verify.
-        budget: at most their sum.
+        budget: at most their sum; or int [1], the same where only the device knows it.
     """
     rows, width = confidence.shape
     given = most.new_zeros(rows)
-    if not budget:
+    if isinstance(budget, int) and not budget:
         return given
     survival = torch.sigmoid(confidence / scaling[0] + scaling[1]).cumprod(dim=1)
     exists = torch.arange(width, device=most.device) < most[:, None]
     keys = torch.where(exists, survival, -1.0).t().flatten()  # by column, then by row: a stable order settles ties
-    chosen = keys.sort(descending=True, stable=True).indices[:budget]
-    return given.scatter_add_(0, chosen % rows, torch.ones_like(chosen))
+    chosen = keys.sort(descending=True, stable=True).indices
+    if isinstance(budget, int):
+        chosen = chosen[:budget]
+    counts = torch.arange(len(chosen), device=most.device) < budget
+    return given.scatter_add_(0, chosen % rows, counts.to(most.dtype))
 
 
-def lay_out(
-    plan: StepPlan,
-    lengths: torch.Tensor,
-    confidence: torch.Tensor,
-    scaling: np.ndarray,
-    tokens: TokenBuffer,
-) -> DrawingRows:
+def lay_out(plan: StepPlan, state: AheadState, scaling: np.ndarray, tokens: TokenBuffer) -> DrawingRows:
     """Share the budget, and say where everything is.
 
     Args:
         plan: with `ahead`.
-        lengths: int64 [max_running], tokens of each slot as the steps before left them. Those that the host knows are put right.
-        confidence: float32 [max_running, K], of each slot's block.
+        state: as the steps before left it. Lengths that the host knows are put right.
         scaling: float32 [2, K], see `share_drafts`.
         tokens: the token buffer.
     """
@@ -106,16 +123,16 @@ def lay_out(
     slack, most = plan.slack[:count], plan.drafts[:count].astype(np.int64)
     span = int((slack + most).max(initial=0)) + 1 + plan.ahead.width
     there, slots_there, known_there, exact, most_there, heat = upload(
-        [plan_rows, slots, known, slack == 0, most, scaling], lengths.device
+        [plan_rows, slots, known, slack == 0, most, scaling], state.lengths.device
     )
     decoding = slots_there[:count]
     first = known_there.clone()
-    first[:count] = torch.where(exact, known_there[:count], lengths[decoding])
+    first[:count] = torch.where(exact, known_there[:count], state.lengths[decoding])
     verified = torch.zeros_like(known_there)
-    verified[:count] = share_drafts(confidence[decoding], heat, most_there, plan.ahead.budget)
+    verified[:count] = share_drafts(state.confidence[decoding], heat, most_there, plan.ahead.budget)
     draws = verified + 1
     ends_of_draws = draws.cumsum(0)
-    number = torch.arange(len(plan_rows) + plan.ahead.budget, device=lengths.device)
+    number = torch.arange(len(plan_rows) + plan.ahead.budget, device=state.lengths.device)
     owner = torch.searchsorted(ends_of_draws, number, right=True)
     begins = ends_of_draws - draws
     return DrawingRows(

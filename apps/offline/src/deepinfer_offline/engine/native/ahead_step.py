@@ -24,9 +24,9 @@ import torch
 from deepinfer_sched import StepPlan
 
 from deepinfer_offline.engine.native.acceptance import keep_agreeing
-from deepinfer_offline.engine.native.ahead_rows import DrawingRows, ahead_batch, lay_out
+from deepinfer_offline.engine.native.ahead_rows import AheadState, DrawingRows, ahead_batch, lay_out
 from deepinfer_offline.engine.native.results import DraftedRows, LogprobsDownload, PromptLogprobs, StepResult
-from deepinfer_offline.models.base import DraftedBlocks, DraftsBlocks, ForwardBatch, Model, TakesBounds
+from deepinfer_offline.models.base import DraftedBlocks, DraftsBlocks, Model, TakesBounds
 from deepinfer_offline.ops.transfers import Download
 from deepinfer_offline.sampling.device_rows import DeviceRows
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from deepinfer_offline.engine.native.batch import StepInputs
     from deepinfer_offline.engine.native.runner import MaskSource, ModelRunner
+    from deepinfer_offline.engine.native.whole_steps import WholeLeft
     from deepinfer_offline.ops.transfers import StepClock
     from deepinfer_offline.sampling.batch import Logprobs, SamplingTable
     from deepinfer_offline.sampling.device_draws import RowDraws
@@ -61,7 +62,7 @@ class AheadSteps:
         scaling: called when a step is launched: the calibration of its confidences.
 
     Attributes:
-        graphs: sizes in tokens that steps are padded to. None: they are not captured, on any device.
+        graphs: sizes in tokens that steps are padded to; none where they are not captured.
     """
 
     graphs: tuple[int, ...] = ()
@@ -69,10 +70,13 @@ class AheadSteps:
     def __init__(self, runner: ModelRunner, table: SamplingTable, scaling: Callable[[], TemperatureScaling]) -> None:
         self._runner, self._table, self._scaling = runner, table, scaling
         self._drafts = cast("DraftsBlocks", runner.model)
+        self._captured = runner.ahead_graphs
         options = runner.model.options
         self._device, self._exact = options.device, not _takes_bounds(runner.model)
-        self._lengths = torch.zeros(options.max_running, dtype=torch.int64, device=options.device)
-        self._confidence = torch.zeros(options.max_running, self._drafts.draft_width, device=options.device)
+        if self._captured is not None:
+            self.graphs, self._state = self._captured.sizes, self._captured.state
+        else:
+            self._state = AheadState.of(options.max_running, self._drafts.draft_width, options.device)
 
     def launch(
         self, plan: StepPlan, inputs: StepInputs, masks: MaskSource | None, moves: Sequence[Future[Any]]
@@ -92,13 +96,36 @@ class AheadSteps:
         moves: Sequence[Future[Any]],
         scaling: np.ndarray,
     ) -> EnqueuedAhead:
-        runner = self._runner
-        clock = runner.start_clock()
+        clock, firsts = self._runner.start_clock(), self._firsts
         for done in moves:
             done.result()
-        rows = lay_out(plan, self._lengths, self._confidence, scaling, runner.tokens)
-        batch = ahead_batch(plan, inputs, rows, runner.tokens, self._device, exact=self._exact)
-        hidden = runner.model.forward(batch, runner.cache)
+        left = self._replay(plan, inputs, scaling) if masks is None else None
+        if left is not None:
+            emitted, drafts = Download(left.emitted, clock), Download(left.blocks, clock)
+            rows, asked = np.arange(plan.num_rows), np.zeros(plan.num_rows, bool)
+            clock.stop()
+            return EnqueuedAhead(
+                plan, rows, emitted, drafts, LogprobsDownload(None), asked, (), clock, self._firsts > firsts
+            )
+        return self._enqueue(plan, inputs, masks, scaling, clock, firsts)
+
+    def _replay(self, plan: StepPlan, inputs: StepInputs, scaling: np.ndarray) -> WholeLeft | None:
+        """Enqueue a step as one graph, where one serves it."""
+        return None if self._captured is None else self._captured.whole.run(plan, inputs, scaling, self._table)
+
+    def _enqueue(
+        self,
+        plan: StepPlan,
+        inputs: StepInputs,
+        masks: MaskSource | None,
+        scaling: np.ndarray,
+        clock: StepClock,
+        firsts: int,
+    ) -> EnqueuedAhead:
+        """Enqueue a step kernel by kernel, but for what is captured of it."""
+        runner = self._runner
+        rows = lay_out(plan, self._state, scaling, runner.tokens)
+        hidden, table = self._forward(plan, inputs, rows)
         prompts = tuple(runner.score_prompt(chunk, hidden) for chunk in inputs.prompts)
         logits = runner.logits(inputs, hidden)
         accepted, logprobs, block = None, None, None
@@ -114,32 +141,58 @@ class AheadSteps:
                 drawn, runner.tokens, rows.owner, rows.column, drafted, rows.places, rows.begins, rows.width
             )
             lengths = rows.first + accepted.counts
-            self._lengths[self._slots(rows)] = lengths
+            self._state.lengths[self._slots(rows)] = lengths
             if plan.ahead is not None and plan.ahead.width:
-                block = self._draft(rows, batch, lengths, params, inputs)
+                block = self._draft(rows, table, lengths, params, inputs)
         copies = [] if accepted is None else [accepted.token_ids, accepted.counts, rows.verified]
         blocks = [] if block is None else [block.token_ids, block.confidence]
         emitted, drafts, sent = Download(copies, clock), Download(blocks, clock), LogprobsDownload(logprobs)
         asked = self._table.logprobs[rows.slots] >= 0
         clock.stop()
-        return EnqueuedAhead(plan, rows.plan_rows, emitted, drafts, sent, asked, prompts, clock)
+        first = self._firsts > firsts
+        return EnqueuedAhead(plan, rows.plan_rows, emitted, drafts, sent, asked, prompts, clock, first)
+
+    def _forward(
+        self, plan: StepPlan, inputs: StepInputs, rows: DrawingRows
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states of `HostBatch.logit_rows`; and the draft's block table, but of a captured step, which keeps it."""
+        assert plan.ahead is not None
+        found = None if self._captured is None else self._captured.run(inputs, rows, plan.ahead.budget)
+        if found is not None:
+            return found, None
+        runner = self._runner
+        batch = ahead_batch(plan, inputs, rows, runner.tokens, self._device, exact=self._exact)
+        return runner.model.forward(batch, runner.cache), batch.block_tables[self._drafts.draft_group]
+
+    @property
+    def _firsts(self) -> int:
+        """Steps so far that took longer than others like them will."""
+        return 0 if self._captured is None else self._captured.firsts
 
     def _draft(
-        self, rows: DrawingRows, batch: ForwardBatch, lengths: torch.Tensor, params: DeviceRows, inputs: StepInputs
+        self,
+        rows: DrawingRows,
+        table: torch.Tensor | None,
+        lengths: torch.Tensor,
+        params: DeviceRows,
+        inputs: StepInputs,
     ) -> DraftedBlocks:
         """Draft the block that follows in every row. Its tokens stay in the token buffer, where the next step verifies them."""
-        tokens, draws = self._runner.tokens, params.draws(torch.arange(len(lengths), device=lengths.device))
-        anchors = tokens.gather(rows.base + lengths - 1)
+        tokens, longest = self._runner.tokens, int(inputs.host.seq_lens.max())
+        draws = params.draws(torch.arange(len(lengths), device=lengths.device))
 
         def choose(logits: torch.Tensor, column: int) -> torch.Tensor:
             ids = self._choose(draws, logits, lengths + column)
             tokens.scatter(rows.base + lengths + column, ids)
             return ids
 
-        tables = batch.block_tables[self._drafts.draft_group][rows.there].long()
-        longest = int(inputs.host.seq_lens.max())
-        block = self._drafts.draft_blocks(anchors, lengths - 1, tables, self._runner.cache, choose, longest)
-        self._confidence[self._slots(rows)] = block.confidence.float()
+        if table is None and self._captured is not None:
+            block = self._captured.drafts.run(rows.base, lengths, longest, choose)
+        else:
+            assert table is not None
+            anchors, tables = tokens.gather(rows.base + lengths - 1), table[rows.there].long()
+            block = self._drafts.draft_blocks(anchors, lengths - 1, tables, self._runner.cache, choose, longest)
+        self._state.confidence[self._slots(rows)] = block.confidence.float()
         return block
 
     def _choose(self, draws: RowDraws, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -162,6 +215,7 @@ class EnqueuedAhead:
         asked: bool [D], which rows did.
         prompts: log-probabilities of prompt tokens.
         clock: of the step.
+        first: see `StepResult.first`.
     """
 
     plan: StepPlan
@@ -172,6 +226,7 @@ class EnqueuedAhead:
     asked: np.ndarray
     prompts: tuple[PromptLogprobs, ...]
     clock: StepClock
+    first: bool
 
     def result(self) -> StepResult:
         """Wait for the device."""
@@ -193,6 +248,7 @@ class EnqueuedAhead:
             seconds=self.clock.seconds(),
             verified=verified,
             drafted=DraftedRows(self.plan_rows, *blocks) if blocks else None,
+            first=self.first,
         )
 
     def _logprobs(self, draws: np.ndarray) -> Logprobs | None:

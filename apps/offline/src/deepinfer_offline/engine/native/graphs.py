@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepinfer_offline.engine.native.ahead_graphs import AheadGraphs
 from deepinfer_offline.engine.native.batch import StepInputs
 from deepinfer_offline.engine.native.capture import SPARE_BYTES, Recorder, ShortOfMemoryError
 from deepinfer_offline.engine.native.prompt_graphs import PromptGraphs
@@ -25,7 +26,15 @@ from deepinfer_offline.engine.native.replayed import Replayed
 from deepinfer_offline.engine.native.step_buffers import StepBuffers
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import Capturable, CapturesPrompts, Model, ModelFacts, ModelOptions
+from deepinfer_offline.models.base import (
+    Capturable,
+    CapturesBlocks,
+    CapturesPrompts,
+    DraftsBlocks,
+    Model,
+    ModelFacts,
+    ModelOptions,
+)
 from deepinfer_offline.ops.cuda.support import kernels
 
 _LOG = logging.getLogger(__name__)
@@ -157,6 +166,9 @@ class StepGraphs:
 
     Attributes:
         num_bytes: device memory that captured steps have, or may take yet.
+        decodes: of rows of one token.
+        prompts: with prompts; None for a model whose steps with prompts are not captured.
+        ahead: with drafts that are made and shared out on the device; None for a model without a draft.
     """
 
     def __init__(self, model: Model, cache: Any, tokens: TokenBuffer) -> None:
@@ -170,6 +182,13 @@ class StepGraphs:
         self.decodes = DecodeGraphs(model, cache, tokens, recorder, memory)
         takes_prompts = isinstance(model, CapturesPrompts) and model.captures_prompts
         self.prompts = PromptGraphs(model, cache, tokens, recorder, memory) if takes_prompts else None
+        takes_drafts = takes_prompts and isinstance(model, CapturesBlocks) and isinstance(model, DraftsBlocks)
+        self.ahead: AheadGraphs | None = None
+        if takes_drafts and model.draft_width:
+            row_sizes = row_buckets(options.max_running)
+            most = min(options.max_running * (1 + model.draft_width), max(options.max_running, options.max_step_tokens))
+            sizes = sorted({*row_sizes, *row_buckets(most)})
+            self.ahead = AheadGraphs(model, cache, tokens, recorder, memory, row_sizes, sizes)
 
     def run(self, inputs: StepInputs) -> Replayed | None:
         """Enqueue the step; None when it is not one that a graph can serve."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
-from deepinfer_offline.engine.native.step_memory import FIELDS, StepMemory, aligned
+from deepinfer_offline.engine.native.step_memory import StepMemory, aligned
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.models.base import ForwardBatch, HostBatch
 from deepinfer_offline.ops.cuda.support import kernels
@@ -36,7 +36,7 @@ class PromptBuffers:
     Attributes:
         bucket: what fits.
         memory: where it lies.
-        fields: int32, by name: `query_starts` [rows + 1], others [rows], `widths` [groups] and `given`, the tables.
+        fields: see `StepMemory.fields`.
         layout: int32 [groups, 2], where each table begins and its columns.
         tables: by cache group, [rows, columns].
     """
@@ -50,13 +50,8 @@ class PromptBuffers:
     @classmethod
     def of(cls, memory: StepMemory, bucket: PromptBucket) -> PromptBuffers:
         """Views of the memory."""
-        rows, at, fields = bucket.rows, 0, {}
-        sizes = {name: rows + (name == "query_starts") for name in FIELDS} | {"widths": len(memory.groups)}
-        for name, size in sizes.items():
-            fields[name] = memory.packed[at : at + size]
-            at += aligned(size)
-        fields["given"] = memory.packed[at:]
-        return cls(bucket, memory, fields, memory.layout(memory.limit), memory.views(rows, memory.limit))
+        rows, limit = bucket.rows, memory.limit
+        return cls(bucket, memory, memory.fields(rows), memory.layout(limit), memory.views(rows, limit))
 
     def fill(self, inputs: StepInputs, tokens: TokenBuffer) -> None:
         """Bring a step's inputs; the next call of `batch`, or a replay of it, reads them."""

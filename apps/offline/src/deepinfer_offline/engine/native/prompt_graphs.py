@@ -8,10 +8,7 @@ and few rows draw.
 
 from __future__ import annotations
 
-import logging
-import time
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +16,13 @@ import torch
 from deepinfer_offline.engine.native.batch import StepInputs
 from deepinfer_offline.engine.native.capture import Recorder
 from deepinfer_offline.engine.native.prompt_buffers import PromptBucket, PromptBuffers
+from deepinfer_offline.engine.native.repeated import Repeated
 from deepinfer_offline.engine.native.replayed import Replayed
 from deepinfer_offline.engine.native.step_memory import StepMemory
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.models.base import HostBatch, Model
 from deepinfer_offline.ops.cuda.support import kernels
 
-_LOG = logging.getLogger(__name__)
 _LEAST = 256  # tokens of the smallest bucket
 _OCTAVE = 8  # buckets between a power of two and the next: at most an eighth of the tokens are padding
 _DECODES = (0, 16, 64, 256)  # empty rows cost a block that ends at once
@@ -69,19 +66,6 @@ class PromptBuckets:
         return PromptBucket(self._tokens[bisect_left(self._tokens, wanted)], decodes, rows)
 
 
-@dataclass(slots=True)
-class _Prepared:
-    """A bucket that has occurred: its buffers, and from the second time on a graph and the hidden states that it leaves.
-
-    Whether it could be captured is tried once.
-    """
-
-    buffers: PromptBuffers
-    tried: bool = False
-    graph: torch.cuda.CUDAGraph | None = None
-    hidden: torch.Tensor | None = None
-
-
 class PromptGraphs:
     """Captures steps with prompts when a bucket occurs again, and replays them. Used by the thread that runs the steps.
 
@@ -95,15 +79,14 @@ class PromptGraphs:
 
     def __init__(self, model: Model, cache: Any, tokens: TokenBuffer, recorder: Recorder, memory: StepMemory) -> None:
         options = model.options
-        self._model, self._cache, self._tokens, self._recorder = model, cache, tokens, recorder
+        self._model, self._cache, self._tokens = model, cache, tokens
         self._buckets = PromptBuckets(options.max_running, options.max_step_tokens)
-        self._memory = memory
-        self._prepared: dict[PromptBucket, _Prepared] = {}
+        self._repeated = Repeated(recorder, lambda b: PromptBuffers.of(memory, b), self._forward, _MOST)
 
     @property
     def sizes(self) -> list[PromptBucket]:
         """What is captured."""
-        return sorted(bucket for bucket, found in self._prepared.items() if found.graph is not None)
+        return sorted(self._repeated.captured)
 
     def run(self, inputs: StepInputs) -> Replayed | None:
         """Enqueue the step; None when it is not one that a graph can serve."""
@@ -114,33 +97,17 @@ class PromptGraphs:
         bucket = None if host.keep_all.any() else self._buckets.find(host)
         if bucket is None:
             return None
-        found = self._prepared.get(bucket)
-        again = found is not None
-        if found is None:
-            found = self._prepared[bucket] = _Prepared(PromptBuffers.of(self._memory, bucket))
-        found.buffers.fill(inputs, self._tokens)
-        if again and not found.tried and len(self._prepared) <= _MOST:
-            self._capture(found)
-        if found.graph is None or found.hidden is None:
-            return self._drawn(found, self._forward(found.buffers), draws)
-        found.graph.replay()
-        return self._drawn(found, found.hidden, draws)
+        buffers = self._repeated.buffers(bucket)
+        buffers.fill(inputs, self._tokens)
+        return self._drawn(buffers, self._repeated.run(bucket), draws)
 
     def _forward(self, buffers: PromptBuffers) -> torch.Tensor:
         """What is captured: from the input buffers to the hidden states of all rows that may draw."""
         return self._model.forward(buffers.batch(self._tokens), self._cache)
 
-    def _drawn(self, found: _Prepared, hidden: torch.Tensor, draws: int) -> Replayed:
+    def _drawn(self, buffers: PromptBuffers, hidden: torch.Tensor, draws: int) -> Replayed:
         if not draws:
             return Replayed(None, None)
         logits = self._model.logits(hidden[:draws])
-        where = found.buffers.fields["targets"][:draws]
+        where = buffers.fields["targets"][:draws]
         return Replayed(logits, kernels().argmax(logits, flat=self._tokens.flat, where=where))
-
-    def _capture(self, found: _Prepared) -> None:
-        found.tried, start = True, time.perf_counter()
-        recorded = self._recorder.record(lambda: self._forward(found.buffers), warm_ups=0)
-        if recorded is None:
-            return
-        found.graph, found.hidden = recorded
-        _LOG.info("captured a step of %s in %.2f s", found.buffers.bucket, time.perf_counter() - start)

@@ -49,6 +49,7 @@ class StepResult:
         seconds: of the step on its device, see `StepClock`.
         verified: int32 [R], drafts that each row verified.
         drafted: blocks for the next step, where the step made any.
+        first: kernels may have been built or graphs captured for it, so what it took says nothing about others like it.
     """
 
     plan: StepPlan
@@ -60,6 +61,7 @@ class StepResult:
     seconds: float
     verified: np.ndarray
     drafted: DraftedRows | None = None
+    first: bool = False
 
 
 _TENSORS = ("chosen", "ranks", "top_ids", "top_values")

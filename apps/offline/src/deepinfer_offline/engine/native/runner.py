@@ -30,6 +30,7 @@ from deepinfer_offline.sampling.batch import Logprobs, SampledTokens, SamplingBa
 from deepinfer_offline.sampling.logprobs import gather_logprobs
 
 if TYPE_CHECKING:
+    from deepinfer_offline.engine.native.ahead_graphs import AheadGraphs
     from deepinfer_offline.engine.native.ahead_step import AheadSteps, EnqueuedAhead
 
 SampleFn = Callable[[torch.Tensor, SamplingBatch], SampledTokens]
@@ -153,6 +154,11 @@ class ModelRunner:
     def graph_bytes(self) -> int:
         """Device memory that captured steps have or may take; 0 where none is captured."""
         return 0 if self._graphs is None else self._graphs.num_bytes
+
+    @property
+    def ahead_graphs(self) -> AheadGraphs | None:
+        """Captured steps with drafts that are made and shared out on the device; None where none is captured."""
+        return None if self._graphs is None else self._graphs.ahead
 
     # --- sequences -------------------------------------------------------------------------------------------
 

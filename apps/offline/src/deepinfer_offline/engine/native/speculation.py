@@ -179,8 +179,8 @@ class Speculation:
         # From one step's results to the next one's; a longer gap is the caller's, or there was nothing to run.
         passed = min(now - self._landed, 2.0 * result.seconds)
         self._landed, self._runs_ahead = now, self._scheduler.in_flight > 0
-        steady = decodes == plan.num_rows
-        if not steady and _BEGUN * int((plan.prefills & plan.samples).sum()) >= plan.num_rows:
+        steady = decodes == plan.num_rows and not result.first
+        if decodes < plan.num_rows and _BEGUN * int((plan.prefills & plan.samples).sum()) >= plan.num_rows:
             self._urgent = _URGENT
         self._following.hear(result)
         if self._ahead is not None:

@@ -9,7 +9,9 @@ import torch
 from deepinfer_offline.models.base import CacheGroup
 
 FIELDS = ("query_starts", "seq_lens", "slots", "floors", "write_floors", "logit_rows", "targets")
-"""What a step with prompts brings of each row; a decode step brings less."""
+"""What a step with prompts or drafts brings of each row; a decode step brings less."""
+_OTHERS = 64  # elements beside rows and tables: a budget, and what calibrates the confidences of a block
+_DRAWING = 160  # elements of a row that draws: what it asks for, and random numbers of the positions at which it may
 _ALIGN = 4  # int32 elements; what kernels assume of an address is 16 bytes
 
 
@@ -53,6 +55,17 @@ class StepMemory:
         packed, tables = _sizes(groups, rows, limit)
         return torch.int32.itemsize * (packed + sum(tables))
 
+    def fields(self, rows: int) -> dict[str, torch.Tensor]:
+        """Parts of `packed` that bring so many ragged rows, by name and in their order, each aligned: `query_starts` [rows + 1],
+        others [rows], `widths` [groups], columns of the tables that are given, and `given`, those tables.
+        """
+        sizes = {name: rows + (name == "query_starts") for name in FIELDS} | {"widths": len(self.groups)}
+        at, found = 0, {}
+        for name, size in sizes.items():
+            found[name] = self.packed[at : at + size]
+            at += aligned(size)
+        return found | {"given": self.packed[at:]}
+
     def layout(self, limit: int) -> torch.Tensor:
         """int32 [groups, 2] of steps of at most `limit` positions: where each table begins, and its columns."""
         pairs = [(start, table_columns(g, limit)) for start, g in zip(self.starts, self.groups, strict=True)]
@@ -70,5 +83,5 @@ class StepMemory:
 def _sizes(groups: Sequence[CacheGroup], rows: int, limit: int) -> tuple[int, list[int]]:
     """Elements of what is brought, and of each table."""
     columns = [table_columns(group, limit) for group in groups]
-    fields = (len(FIELDS) + 1) * aligned(rows + 1) + aligned(len(groups))
+    fields = (len(FIELDS) + 1) * aligned(rows + 1) + _OTHERS + _DRAWING * rows + aligned(len(groups))
     return fields + rows * sum(columns), [aligned(rows * count) for count in columns]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from deepinfer_offline.models.llama.config import LlamaConfig
 from deepinfer_offline.ops.attention.base import GROUP
 from deepinfer_offline.ops.cpu.memory import cache_zeros
 
-_MAX_GATHERED = 1 << 26  # values of a draft layer's context that are gathered at once
+_MAX_GATHERED = 1 << 25  # values of a draft layer's context that are gathered at once
 
 Pools = tuple[torch.Tensor, ...]
 """By draft layer: [blocks, block_size, 2, kv_heads, head_dim], keys and values of the injected context."""
@@ -63,40 +63,43 @@ class LlamaDraft:
         """Store the context of every token of a step.
 
         Args:
-            features: [T, taps * hidden], outputs of the tapped layers.
-            batch: the step. Positions below a row's write floor are left alone: others share them.
+            features: [T, taps * hidden], outputs of the tapped layers; changed.
+            batch: the step. Positions below a row's write floor are left alone: others share them. So is everything of tokens
+                behind the last row, which captured steps have.
             pools: from `allocate`; written in place.
         """
-        places = self._places(batch)
+        places, owned = self._places(batch)
+        # What nobody's tokens hold may be no number at all, and block 0 is read where nothing is seen: it must be one.
+        features.masked_fill_(~owned[:, None], 0)
         for pool, (keys, values) in zip(pools, self._model.context(features[None], batch.positions[None]), strict=True):
             both = torch.stack((keys[0].transpose(0, 1), values[0].transpose(0, 1)), dim=1)
             pool.flatten(0, 1).index_copy_(0, places, both)
 
-    def propose(
+    def parallel(
         self,
         anchors: torch.Tensor,
         positions: torch.Tensor,
         tables: torch.Tensor,
         pools: Pools,
         embedding: torch.Tensor,
-        logits: Callable[[torch.Tensor], torch.Tensor],
-        choose: DraftChooser,
         longest: int,
-    ) -> DraftedBlocks:
-        """See `DraftsBlocks.draft_blocks`.
+    ) -> torch.Tensor:
+        """Hidden states of the blocks, [R, K, hidden].
 
         Args:
-            anchors, positions, tables, choose, longest: see there.
+            anchors, positions, tables, longest: see `DraftsBlocks.draft_blocks`.
             pools: from `allocate`.
             embedding: the target's, [vocab, hidden].
-            logits: the target's head: [n, hidden] -> float32 [n, vocab].
         """
         size = self._slab(longest)
         parts = [slice(start, start + size) for start in range(0, len(anchors), size)]
-        hidden = torch.cat([self._block(anchors[p], positions[p], tables[p], pools, embedding, longest) for p in parts])
-        base = logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-        tokens, confidence = self._model.sequential(base, hidden, anchors, choose)
-        return DraftedBlocks(tokens, confidence)
+        return torch.cat([self._block(anchors[p], positions[p], tables[p], pools, embedding, longest) for p in parts])
+
+    def sequential(
+        self, base: Iterable[torch.Tensor], hidden: torch.Tensor, anchors: torch.Tensor, choose: DraftChooser
+    ) -> DraftedBlocks:
+        """See `CapturesBlocks.finish_blocks`; `base`: the target's logits of the states, [R, vocab] for each column."""
+        return DraftedBlocks(*self._model.sequential(base, hidden, anchors, choose))
 
     def _block(
         self,
@@ -121,19 +124,20 @@ class LlamaDraft:
 
     def _slab(self, longest: int) -> int:
         """Rows whose context of one layer is gathered at once."""
-        context = min(longest, self.config.window or 1 << 30) + 2 * self._block_size
-        return max(1, _MAX_GATHERED // (2 * context * self.config.num_kv_heads * self.config.head_dim))
+        return max(1, _MAX_GATHERED // _context_values(self.config, longest, self._block_size))
 
-    def _places(self, batch: ForwardBatch) -> torch.Tensor:
-        """int64 [T], where each token's context goes in the flattened pools; block 0, which nobody reads, below a write floor.
+    def _places(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [T], where each token's context goes in the flattened pools: to block 0, which is nobody's, below a write floor
+        and of tokens that no row has. And bool [T], which tokens a row has.
 
         Computed on the device: a captured step has no host tables.
         """
-        positions, size = batch.positions, self._block_size
+        positions, size, last = batch.positions, self._block_size, len(batch.seq_lens) - 1
         tokens = torch.arange(len(positions), device=positions.device, dtype=torch.int32)
         rows = torch.searchsorted(batch.query_starts[1:], tokens, right=True)
+        owned, rows = rows <= last, rows.clamp_max(last)
         places = batch.block_tables[GROUP][rows, positions // size].long() * size + positions % size
-        return torch.where(positions >= batch.write_floors[rows], places, positions % size)
+        return torch.where(owned & (positions >= batch.write_floors[rows]), places, positions % size), owned
 
     def _visible(
         self, positions: torch.Tensor, tables: torch.Tensor, longest: int
@@ -174,6 +178,29 @@ def draft_block_bytes(config: DSparkConfig, options: ModelOptions) -> int:
     """Bytes that the draft's context adds to a KV block."""
     row = 2 * config.num_kv_heads * config.head_dim * options.dtype.itemsize
     return config.num_layers * options.block_size * row
+
+
+def draft_context_bytes(config: DSparkConfig, options: ModelOptions) -> tuple[int, int]:
+    """Bytes of a token that are kept for its context while the target's layers run; and those that writing it takes, the same
+    among them, rounded up.
+    """
+    size, features = options.dtype.itemsize, len(config.taps) * config.hidden_size
+    layer = 2 * config.num_kv_heads * config.head_dim
+    # Features apart and together; injected states and their norm in float32; keys and values, rotated in float32.
+    writing = 2 * features * size + config.hidden_size * (2 * size + 3 * 4)
+    return features * size, writing + config.num_layers * layer * size + layer * (size + 8)
+
+
+def draft_stage_bytes(config: DSparkConfig, options: ModelOptions) -> int:
+    """Bytes that the parallel stage takes at most: a layer's context of a slab, gathered and again beside the block's own."""
+    row = _context_values(config, options.max_model_len, options.block_size)
+    return 3 * options.dtype.itemsize * max(row, min(_MAX_GATHERED, options.max_running * row))
+
+
+def _context_values(config: DSparkConfig, longest: int, block_size: int) -> int:
+    """Values of a draft layer's context that a row of `longest` positions gathers, rounded up."""
+    positions = min(longest, config.window or longest) + 2 * block_size
+    return 2 * positions * config.num_kv_heads * config.head_dim
 
 
 def draft_weight_bytes(config: DSparkConfig, options: ModelOptions) -> int:

@@ -18,7 +18,14 @@ from deepinfer_offline.models.base import (
     ModelOptions,
 )
 from deepinfer_offline.models.llama.config import LlamaConfig
-from deepinfer_offline.models.llama.draft import LlamaDraft, draft_block_bytes, draft_config, draft_weight_bytes
+from deepinfer_offline.models.llama.draft import (
+    LlamaDraft,
+    draft_block_bytes,
+    draft_config,
+    draft_context_bytes,
+    draft_stage_bytes,
+    draft_weight_bytes,
+)
 from deepinfer_offline.models.llama.layer import LayerOps, LlamaLayer, captures_steps
 from deepinfer_offline.models.llama.weights import EMBED, HEAD, NORM, layer_shapes, read_layers, top_shapes
 from deepinfer_offline.ops.attention.base import GROUP, AttentionShape
@@ -90,12 +97,8 @@ class LlamaModel:
         return {GROUP: (*(self.ops.attention.blocks(layer) for layer in cache.layers), *cache.draft)}
 
     def capture_limit(self, rows: int, longest: int) -> int | None:
-        """See `deepinfer_offline.models.base.Capturable`: one graph serves every length, if the attention can be captured.
-
-        A draft writes its context in ways that a graph cannot repeat.
-        """
-        captures = getattr(self.ops.attention, "captures", False) and self.draft is None
-        return self.options.max_model_len if captures else None
+        """See `deepinfer_offline.models.base.Capturable`: one graph serves every length, if the attention can be captured."""
+        return self.options.max_model_len if getattr(self.ops.attention, "captures", False) else None
 
     @property
     def captures_prompts(self) -> bool:
@@ -140,8 +143,23 @@ class LlamaModel:
         longest: int,
     ) -> DraftedBlocks:
         """See `deepinfer_offline.models.base.DraftsBlocks`."""
+        return self.finish_blocks(self.draft_states(anchors, positions, tables, cache, longest), anchors, choose)
+
+    def draft_states(
+        self, anchors: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, cache: LlamaCache, longest: int
+    ) -> torch.Tensor:
+        """See `deepinfer_offline.models.base.CapturesBlocks`."""
         assert self.draft is not None, "no draft was loaded"
-        return self.draft.propose(anchors, positions, tables, cache.draft, self.embedding, self.logits, choose, longest)
+        return self.draft.parallel(anchors, positions, tables, cache.draft, self.embedding, longest)
+
+    def finish_blocks(self, hidden: torch.Tensor, anchors: torch.Tensor, choose: DraftChooser) -> DraftedBlocks:
+        """See `deepinfer_offline.models.base.CapturesBlocks`."""
+        assert self.draft is not None, "no draft was loaded"
+        if hidden[..., 0].numel() <= self.options.max_running:
+            columns = self.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]).unbind(1)
+        else:  # logits of no more tokens at once than may run
+            columns = (self.logits(column) for column in hidden.transpose(0, 1).contiguous())
+        return self.draft.sequential(columns, hidden, anchors, choose)
 
     def _tap(self, features: list[torch.Tensor], layer: int, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Keep the output of a tapped layer: a copy, since the next layer may overwrite it."""
@@ -163,15 +181,19 @@ class LlamaModel:
         tokens, rows = options.max_step_tokens, options.max_running
         widths = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
         logits = rows * config.vocab_size * (4 + size)
-        workspace = tokens * widths * size + 2 * logits
-        # Of captured steps those with prompts leave logits out, and others have no more tokens than rows.
-        graphs = max(tokens * widths * size, rows * widths * size + logits)
+        token, stage, drafts = widths * size, 0, 0
         shape = attention_shape(config, options)
         block_bytes = shape.block_bytes * config.num_layers
         if options.draft is not None:
             draft = draft_config(options.draft, config)
             block_bytes += draft_block_bytes(draft, options)
             weights += draft_weight_bytes(draft, options)
+            kept, writing = draft_context_bytes(draft, options)
+            token = max(token + kept, 4 * config.hidden_size * size + writing)
+            stage, drafts = draft_stage_bytes(draft, options), draft.block_size
+        workspace = tokens * token + (2 + drafts) * logits + stage
+        # Of captured steps those with prompts leave logits out, and others have logits of no more tokens at once than rows.
+        graphs = max(tokens * token, rows * token + logits + stage)
         group = CacheGroup(GROUP, "prefix", options.block_size, block_bytes)
         return ModelFacts(
             config.model_type,
@@ -181,7 +203,7 @@ class LlamaModel:
             workspace,
             (group,),
             config.dtype,
-            graph_bytes=graphs if captures_steps(shape) and options.draft is None else 0,
+            graph_bytes=graphs if captures_steps(shape) else 0,
         )
 
 
