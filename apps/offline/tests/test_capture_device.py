@@ -29,7 +29,8 @@ def make(source: torch.Tensor, rows: int) -> Callable[[], tuple[torch.Tensor, to
 def test_graphs_of_all_sizes_work_in_one_room_in_any_order() -> None:
     room = 3 * MOST << 20
     recorder = Recorder("cuda:0", room)
-    assert recorder.taken == room
+    # A process's first graph also makes the state of torch's random numbers, in a piece for small tensors.
+    assert room <= recorder.taken <= room + (2 << 20)
     source = torch.arange(MOST, device="cuda").float()[:, None].expand(MOST, WIDTH).contiguous()
     recorded = {}
     for rows in (2, 3, 5, 8, 13, 21, 34, MOST, 1, 40):
