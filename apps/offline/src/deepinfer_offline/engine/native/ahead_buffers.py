@@ -12,11 +12,10 @@ import torch
 
 from deepinfer_offline.engine.native.ahead_rows import DrawingRows
 from deepinfer_offline.engine.native.batch import StepInputs
-from deepinfer_offline.engine.native.step_memory import StepMemory, aligned
+from deepinfer_offline.engine.native.ragged import bounds, ragged_batch
+from deepinfer_offline.engine.native.step_memory import StepMemory, padded
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import ForwardBatch, HostBatch
-from deepinfer_offline.ops.cuda.support import kernels
-from deepinfer_offline.ops.transfers import upload_into
+from deepinfer_offline.models.base import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,62 +60,27 @@ class AheadBuffers:
         A row that pads has position 0 of block 0, which nobody owns, or nothing: tokens that pad are the first such rows'.
         """
         host, size, count = inputs.host, self.bucket.rows, inputs.host.num_rows
-        tables = [_padded(host.block_tables[group.name], size, 0) for group in self.memory.groups]
+        tables = [padded(host.block_tables[group.name], size, 0) for group in self.memory.groups]
         padding = np.arange(1, size - count + 1, dtype=np.int32)
         starts = [host.query_starts, np.minimum(host.query_starts[-1] + padding, self.bucket.tokens)]
         nothing = np.zeros(0, np.int32)
         columns = [
             np.concatenate(starts),
-            _padded(host.seq_lens, size, 1),
-            *(_padded(values, size, 0) for values in (host.slots, host.floors, host.write_floors)),
-            *(_padded(nothing, size, 0) for _ in ("logit_rows", "targets")),
+            padded(host.seq_lens, size, 1),
+            *(padded(values, size, 0) for values in (host.slots, host.floors, host.write_floors)),
+            *(padded(nothing, size, 0) for _ in ("logit_rows", "targets")),
             np.array([table.shape[1] for table in tables], np.int32),
         ]
-        aligned_columns = [_padded(column, aligned(len(column)), 0) for column in columns]
-        upload_into(self.memory.packed, [*aligned_columns, *tables])
+        self.memory.bring(columns, tables)
         self.fields["query_starts"][:count].copy_(rows.begins)
         torch.add(rows.first, rows.verified, out=self.fields["seq_lens"][:count])
 
     def batch(self, tokens: TokenBuffer) -> ForwardBatch:
         """The step. Its tokens past the last row are position 0 of nobody."""
         f, b = self.fields, self.bucket
-        token_ids, positions = kernels().ragged_inputs(
-            f["query_starts"], f["seq_lens"], f["slots"], tokens.flat, f["widths"], f["given"], self.layout,
-            self.memory.tables, tokens=b.tokens, capacity=tokens.capacity, scratch=tokens.scratch,
+        starts, decodes = np.minimum(np.arange(b.rows + 1) * b.width, b.tokens), b.rows if b.width == 1 else 0
+        host = bounds(starts, self.memory.limit, draws=b.tokens, decodes=decodes)
+        return ragged_batch(
+            self.memory, f, self.tables, self.layout, tokens, host,
+            size=b.tokens, starts=f["query_starts"], seq_lens=f["seq_lens"], logit_rows=self.numbers,
         )  # fmt: skip
-        return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
-            query_starts=f["query_starts"],
-            seq_lens=f["seq_lens"],
-            slots=f["slots"],
-            floors=f["floors"],
-            write_floors=f["write_floors"],
-            logit_rows=self.numbers,
-            block_tables=self.tables,
-            cascades=(),
-            tokens=tokens.data,
-            host=self._host(),
-        )
-
-    def _host(self) -> HostBatch:
-        """The host's side of a captured step: shapes and upper bounds, no tables."""
-        b, nothing = self.bucket, np.zeros(self.bucket.rows, np.int32)
-        return HostBatch(
-            query_starts=np.minimum(np.arange(b.rows + 1) * b.width, b.tokens).astype(np.int32),
-            seq_lens=np.full(b.rows, self.memory.limit, np.int32),
-            slots=nothing,
-            prefills=np.zeros(b.rows, bool),
-            floors=nothing,
-            write_floors=nothing,
-            keep_all=np.zeros(b.rows, bool),
-            logit_rows=np.arange(b.tokens),
-            block_tables={},
-            num_decodes=b.rows if b.width == 1 else 0,
-        )
-
-
-def _padded(values: np.ndarray, size: int, filler: int) -> np.ndarray:
-    found = np.full((size, *values.shape[1:]), filler, np.int32)
-    found[: len(values)] = values
-    return found

@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from deepinfer_offline.engine.native.batch import StepInputs
-from deepinfer_offline.engine.native.step_memory import StepMemory, aligned
+from deepinfer_offline.engine.native.ragged import bounds, ragged_batch
+from deepinfer_offline.engine.native.step_memory import StepMemory, padded
 from deepinfer_offline.engine.native.tokens import TokenBuffer
 from deepinfer_offline.models.base import ForwardBatch, HostBatch
-from deepinfer_offline.ops.cuda.support import kernels
-from deepinfer_offline.ops.transfers import upload_into
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,34 +60,21 @@ class PromptBuffers:
         columns = [
             self._starts(host),
             *(self._spread(values, host.num_decodes) for values in by_row),
-            _padded(host.logit_rows, rows, 0),
-            _padded(tokens.flat_index(samples.slots, samples.positions), rows, tokens.scratch),
+            padded(host.logit_rows, rows, 0),
+            padded(tokens.flat_index(samples.slots, samples.positions), rows, tokens.scratch),
             np.array([table.shape[1] for table in tables], np.int32),
         ]
-        padded = [_padded(column, aligned(len(column)), 0) for column in columns]
-        upload_into(self.memory.packed, [*padded, *tables])
+        self.memory.bring(columns, tables)
 
     def batch(self, tokens: TokenBuffer) -> ForwardBatch:
         """The step. Its tokens past the last row are position 0 of nobody."""
-        f = self.fields
-        token_ids, positions = kernels().ragged_inputs(
-            f["query_starts"], f["seq_lens"], f["slots"], tokens.flat, f["widths"], f["given"], self.layout,
-            self.memory.tables, tokens=self.bucket.tokens, capacity=tokens.capacity, scratch=tokens.scratch,
+        f, b = self.fields, self.bucket
+        starts = np.concatenate([np.arange(b.decodes + 1), np.full(b.prompts, b.tokens)])
+        host = bounds(starts, self.memory.limit, draws=b.rows, decodes=b.decodes, prompts=b.prompts)
+        return ragged_batch(
+            self.memory, f, self.tables, self.layout, tokens, host,
+            size=b.tokens, starts=f["query_starts"], seq_lens=f["seq_lens"], logit_rows=f["logit_rows"].long(),
         )  # fmt: skip
-        return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
-            query_starts=f["query_starts"],
-            seq_lens=f["seq_lens"],
-            slots=f["slots"],
-            floors=f["floors"],
-            write_floors=f["write_floors"],
-            logit_rows=f["logit_rows"].long(),
-            block_tables=self.tables,
-            cascades=(),
-            tokens=tokens.data,
-            host=self._host(),
-        )
 
     def _spread(self, values: np.ndarray, decodes: int) -> np.ndarray:
         """[R, ...] -> [rows, ...]: the others behind the padded rows of one token."""
@@ -105,26 +91,3 @@ class PromptBuffers:
         found[decodes:first] = starts[decodes]
         found[first : first + len(starts) - decodes] = starts[decodes:]
         return found
-
-    def _host(self) -> HostBatch:
-        """The host's side of a captured step: shapes and upper bounds, no tables."""
-        b, rows = self.bucket, self.bucket.rows
-        nothing = np.zeros(rows, np.int32)
-        return HostBatch(
-            query_starts=np.concatenate([np.arange(b.decodes + 1), np.full(b.prompts, b.tokens)]).astype(np.int32),
-            seq_lens=np.full(rows, self.memory.limit, np.int32),
-            slots=nothing,
-            prefills=np.arange(rows) >= b.decodes,
-            floors=nothing,
-            write_floors=nothing,
-            keep_all=np.zeros(rows, bool),
-            logit_rows=np.arange(rows, dtype=np.int64),
-            block_tables={},
-            num_decodes=b.decodes,
-        )
-
-
-def _padded(values: np.ndarray, size: int, filler: int) -> np.ndarray:
-    found = np.full(size, filler, np.int32)
-    found[: len(values)] = values
-    return found

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from deepinfer_offline.models.base import CacheGroup
+from deepinfer_offline.ops.transfers import upload_into
 
 FIELDS = ("query_starts", "seq_lens", "slots", "floors", "write_floors", "logit_rows", "targets")
 """What a step with prompts or drafts brings of each row; a decode step brings less."""
@@ -18,6 +20,13 @@ _ALIGN = 4  # int32 elements; what kernels assume of an address is 16 bytes
 def aligned(size: int) -> int:
     """Elements of int32, so that what comes behind them is aligned."""
     return -(-size // _ALIGN) * _ALIGN
+
+
+def padded(values: np.ndarray, size: int, filler: int) -> np.ndarray:
+    """int32 [size, ...]: values [n, ...], and the filler behind them."""
+    found = np.full((size, *values.shape[1:]), filler, np.int32)
+    found[: len(values)] = values
+    return found
 
 
 def table_columns(group: CacheGroup, limit: int) -> int:
@@ -65,6 +74,10 @@ class StepMemory:
             found[name] = self.packed[at : at + size]
             at += aligned(size)
         return found | {"given": self.packed[at:]}
+
+    def bring(self, columns: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> None:
+        """Copy a step's fields, in their order and each made as long as is aligned, and its tables behind them."""
+        upload_into(self.packed, [*(padded(column, aligned(len(column)), 0) for column in columns), *tables])
 
     def layout(self, limit: int) -> torch.Tensor:
         """int32 [groups, 2] of steps of at most `limit` positions: where each table begins, and its columns."""

@@ -13,11 +13,10 @@ from deepinfer_sched import StepPlan
 
 from deepinfer_offline.engine.native.ahead_rows import AheadState, share_drafts
 from deepinfer_offline.engine.native.batch import StepInputs
-from deepinfer_offline.engine.native.step_memory import StepMemory, aligned
+from deepinfer_offline.engine.native.ragged import bounds, ragged_batch
+from deepinfer_offline.engine.native.step_memory import StepMemory, aligned, padded
 from deepinfer_offline.engine.native.tokens import TokenBuffer
-from deepinfer_offline.models.base import ForwardBatch, HostBatch
-from deepinfer_offline.ops.cuda.support import kernels
-from deepinfer_offline.ops.transfers import upload_into
+from deepinfer_offline.models.base import ForwardBatch
 from deepinfer_offline.sampling.batch import SamplingTable
 from deepinfer_offline.sampling.captured_rows import CapturedRows
 from deepinfer_offline.sampling.random import uniform
@@ -101,21 +100,20 @@ class WholeBuffers:
         """Bring a step of decode rows alone; `scaling` as of `lay_out`."""
         assert plan.ahead is not None
         size, host = self.bucket.rows, inputs.host
-        tables = [_padded(host.block_tables[group.name], size, 0) for group in self.memory.groups]
+        tables = [padded(host.block_tables[group.name], size, 0) for group in self.memory.groups]
         columns = [
-            _padded(plan.slots, size, self.idle),
-            _padded(plan.starts + 1, size, 1),
-            _padded(plan.slack == 0, size, 1),
-            _padded(plan.drafts, size, 0),
-            _padded(host.floors, size, 0),
-            _padded(host.write_floors, size, 0),
+            padded(plan.slots, size, self.idle),
+            padded(plan.starts + 1, size, 1),
+            padded(plan.slack == 0, size, 1),
+            padded(plan.drafts, size, 0),
+            padded(host.floors, size, 0),
+            padded(host.write_floors, size, 0),
             np.array([plan.ahead.budget], np.int32),
             _bits(scaling.astype(np.float32)),
             *self._drawing(plan, table),
             np.array([table.shape[1] for table in tables], np.int32),
         ]
-        aligned_columns = [_padded(column, aligned(len(column)), 0) for column in columns]
-        upload_into(self.memory.packed, [*aligned_columns, *tables])
+        self.memory.bring(columns, tables)
 
     def _drawing(self, plan: StepPlan, table: SamplingTable) -> list[np.ndarray]:
         """What rows that are drawn at random ask for, in the order of the fields."""
@@ -128,14 +126,14 @@ class WholeBuffers:
         drawn = uniform(np.repeat(table.seed[slots[random]], width), positions.ravel()).reshape(-1, width)
         numbers[np.flatnonzero(random)] = drawn
         heat = np.where(random, table.temperature[slots], np.float32(1))
-        columns = [_padded(lowest, size, 1), _padded(_bits(heat), size, _ONE)]
+        columns = [padded(lowest, size, 1), padded(_bits(heat), size, _ONE)]
         for name in self.bucket.draws:
             if name == "random":
-                columns.append(_padded(random, size, 0))
+                columns.append(padded(random, size, 0))
             elif name == "top_k":
-                columns.append(_padded(table.top_k[slots], size, 0))
+                columns.append(padded(table.top_k[slots], size, 0))
             else:
-                columns.append(_padded(_bits(getattr(table, name)[slots]), size, _ONE if name == "top_p" else 0))
+                columns.append(padded(_bits(getattr(table, name)[slots]), size, _ONE if name == "top_p" else 0))
         return [*columns, _bits(numbers)]
 
     def drawing(self, vocab_size: int) -> CapturedRows | None:
@@ -167,41 +165,13 @@ class WholeBuffers:
 
     def batch(self, rows: WholeRows, tokens: TokenBuffer) -> ForwardBatch:
         """The step. Its tokens past the last row are position 0 of nobody."""
-        f, seq_lens = self.fields, (rows.first + rows.verified).int()
-        token_ids, positions = kernels().ragged_inputs(
-            rows.begins, seq_lens, f["slots"], tokens.flat, f["widths"], f["given"], self.layout, self.memory.tables,
-            tokens=self.bucket.tokens, capacity=tokens.capacity, scratch=tokens.scratch,
+        b, seq_lens = self.bucket, (rows.first + rows.verified).int()
+        starts, decodes = np.minimum(np.arange(b.rows + 1) * b.width, b.tokens), b.rows if b.width == 1 else 0
+        host = bounds(starts, self.memory.limit, draws=b.tokens, decodes=decodes)
+        return ragged_batch(
+            self.memory, self.fields, self.tables, self.layout, tokens, host,
+            size=b.tokens, starts=rows.begins, seq_lens=seq_lens, logit_rows=self.numbers,
         )  # fmt: skip
-        return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
-            query_starts=rows.begins,
-            seq_lens=seq_lens,
-            slots=f["slots"],
-            floors=f["floors"],
-            write_floors=f["write_floors"],
-            logit_rows=self.numbers,
-            block_tables=self.tables,
-            cascades=(),
-            tokens=tokens.data,
-            host=self._host(),
-        )
-
-    def _host(self) -> HostBatch:
-        """The host's side of a captured step: shapes and upper bounds, no tables."""
-        b, nothing = self.bucket, np.zeros(self.bucket.rows, np.int32)
-        return HostBatch(
-            query_starts=np.minimum(np.arange(b.rows + 1) * b.width, b.tokens).astype(np.int32),
-            seq_lens=np.full(b.rows, self.memory.limit, np.int32),
-            slots=nothing,
-            prefills=np.zeros(b.rows, bool),
-            floors=nothing,
-            write_floors=nothing,
-            keep_all=np.zeros(b.rows, bool),
-            logit_rows=np.arange(b.tokens),
-            block_tables={},
-            num_decodes=b.rows if b.width == 1 else 0,
-        )
 
 
 def span(drafts: int) -> int:
@@ -213,9 +183,3 @@ def span(drafts: int) -> int:
 
 def _bits(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(values).reshape(-1).view(np.int32)
-
-
-def _padded(values: np.ndarray, size: int, filler: int) -> np.ndarray:
-    found = np.full((size, *values.shape[1:]), filler, np.int32)
-    found[: len(values)] = values
-    return found
